@@ -1,0 +1,201 @@
+"""The nine messages. Frozen, picklable, of plain values only: what crosses an actor's boundary can cross a process.
+
+ caller ──Generate, Abort──▶ Tokenizer ──NewSequence, Abort──▶ Scheduler ──Reserve──▶ KV pool
+   ◀──TextDelta─────────────    ▲                               ▲   │    ◀──Reserved──
+                                └────────── NewTokens ──────────┘   └──StepPlan──▶ Executor
+                                       (one message a step)         ◀──StepResult──
+
+A *request* (outside) is a *sequence* inside. A sequence has three counters: tokens known, computed, planned.
+A *position* is a token's index in its sequence, prompt included.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from actors.sampling_params import SamplingParams
+
+Finish: TypeAlias = Literal["stop", "length", "rejected", "failed", "aborted"]
+TopLogprobs: TypeAlias = tuple[tuple[int, float], ...]          # (token id, logprob), best first
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Messages as OpenAI's API has them, as one JSON text (so that the message stays plain)."""
+    messages_json: bytes
+    add_generation_prompt: bool = True
+
+
+Prompt: TypeAlias = str | tuple[int, ...] | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """A caller asks for one completion."""
+    request_id: str                         # unique inside the engine
+    prompt: Prompt
+    sampling: SamplingParams
+    choice: int = 0                         # index among the completions of one prompt; part of the random key
+    arrival_s: float = 0.0                  # time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End a request wherever it is. Travels the same road as `Generate`."""
+    request_id: str
+    reason: Literal["aborted", "stop"]      # gone or cancelled caller; stop string found by the tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    """An encoded request enters the scheduler."""
+    request_id: str
+    token_ids: tuple[int, ...]              # the prompt
+    sampling: SamplingParams
+    max_tokens: int                         # resolved against the context length, >= 0 (0: prompt logprobs only)
+    stop_ids: tuple[int, ...]               # end-of-sequence ids (unless ignored) and the caller's stop_token_ids
+    seed: int                               # the caller's, or drawn by the tokenizer actor
+    choice: int
+    arrival_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """Sequence `request_id` would like tokens [start, end) planned."""
+    request_id: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """One a step, from the scheduler to the KV pool. Releases are applied first; then wants are granted in order."""
+    step_id: int
+    releases: tuple[str, ...]               # sequences that give all their blocks back
+    token_budget: int
+    wants: tuple[Want, ...]                 # priority order; only sequences that are new or need a block
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Blocks for tokens [start, start + num_new_tokens); a new sequence starts at its num_cached_tokens."""
+    request_id: str
+    num_cached_tokens: int
+    num_new_tokens: int
+    new_block_ids: tuple[tuple[int, ...], ...]   # per KV group, appended to the sequence's block tables
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """The pool's answer."""
+    step_id: int
+    grants: tuple[Grant, ...]
+    starved: tuple[str, ...]                # wanted, budget was there, no block was
+    copies: tuple[tuple[int, int, int], ...] = ()    # (group, source block, destination block)
+
+
+@dataclass(frozen=True, slots=True)
+class StartedSequence:
+    """What the executor must know of a sequence that enters a slot (new, or back after preemption)."""
+    slot: int
+    request_id: str
+    token_ids: tuple[int, ...]              # all tokens known
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    stop_ids: tuple[int, ...]               # masked until min_tokens are out
+    seed: int
+    choice: int
+    block_ids: tuple[tuple[int, ...], ...]  # per KV group
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Only what changed. Plans run in the order sent. The executor applies: ended, started, new_blocks, copies, rows.
+
+    Rows of the step: every chunk, and one token for each *decoding* slot that is not resting. A slot decodes once a
+    chunk has reached the end of its known tokens; its next input is the token sampled last, which never leaves the
+    device. The last row of a chunk that reaches the end of the known tokens samples a token.
+    """
+    step_id: int
+    ended: tuple[int, ...] = ()             # slots whose sequence is over or preempted
+    started: tuple[StartedSequence, ...] = ()
+    new_blocks: tuple[tuple[int, int, tuple[int, ...]], ...] = ()    # (slot, group, block ids)
+    copies: tuple[tuple[int, int, int], ...] = ()                   # (group, source, destination)
+    chunks: tuple[tuple[int, int, int], ...] = ()                   # (slot, from, to): known tokens to compute
+    resting: tuple[int, ...] = ()           # decoding slots that sit this step out
+    num_tokens: int = 0                     # rows of the step, for the executor's own check
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Columns, one entry a sampled token: slots[i] got token_ids[i] at positions[i]."""
+    step_id: int
+    slots: tuple[int, ...] = ()
+    positions: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()        # of the sampled tokens; nan where not asked for
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    # Prompt logprobs, where asked for: columns of (slot, position, logprob of the token there, best alternatives).
+    prompt_slots: tuple[int, ...] = ()
+    prompt_positions: tuple[int, ...] = ()
+    prompt_logprobs: tuple[float, ...] = ()
+    prompt_top_logprobs: tuple[TopLogprobs, ...] = ()
+    failed: tuple[tuple[int, str], ...] = ()    # (slot, reason): rows without a usable result, e.g. logits not finite
+    elapsed_s: float = 0.0                  # forward pass and sampling
+    error: str = ""                         # the whole step failed; the engine goes on
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceTokens:
+    """What one sequence got in a step."""
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    prompt_logprobs: tuple[tuple[int, float, TopLogprobs], ...] = ()     # (position, logprob, best alternatives)
+    finish: Finish | None = None
+    error: str = ""                         # for rejected and failed
+    usage: Usage | None = None              # with finish
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """One a step, to the tokenizer, for all sequences that got something."""
+    step_id: int
+    rows: tuple[SequenceTokens, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token with its text, as replies show it."""
+    token_id: int
+    text: str                               # U+FFFD where the token alone is no complete character
+    raw: bytes                              # the token's own bytes
+    logprob: float                          # nan where there is none (a prompt's first token)
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What a caller receives; deltas that he has not read yet are merged."""
+    request_id: str
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_token_ids: tuple[int, ...] = ()  # with the first delta
+    finish: Finish | None = None            # set exactly once, in the last delta
+    stop_reason: str | int | None = None    # the stop string or stop id that ended it (None: end of sequence)
+    error: str = ""                         # for rejected and failed
+    error_field: str = ""                   # the parameter that the error is about
+    usage: Usage | None = None
+
+
+Message: TypeAlias = Generate | Abort | NewSequence | Reserve | Reserved | StepPlan | StepResult | NewTokens | TextDelta

@@ -1,0 +1,103 @@
+"""How a request wants its tokens chosen. Names and meanings are vLLM's and OpenAI's."""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 1024
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+
+
+class ParameterError(ValueError):
+    """A request's parameter is out of range. `field` names it as the caller wrote it."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Everything that decides the tokens of one completion, and what is reported about them.
+
+    Raises: ParameterError, naming the field.
+    """
+    max_tokens: int | None = None           # None: as many as the context holds; 0 only with prompt_logprobs
+    min_tokens: int = 0                     # no end of sequence and no stop id before
+    temperature: float = 1.0                # 0 is greedy
+    top_k: int = 0                          # 0 and -1: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None                 # None: drawn by the engine
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0           # of tokens generated so far
+    frequency_penalty: float = 0.0          # of tokens generated so far
+    repetition_penalty: float = 1.0         # of prompt and generated tokens
+    logit_bias: tuple[tuple[int, float], ...] = ()      # (token id, added to its logit)
+    logprobs: int | None = None             # report each token's log-probability and this many alternatives
+    prompt_logprobs: int | None = None      # likewise for the prompt
+    skip_special_tokens: bool = True        # leave control tokens out of the text
+
+    def __post_init__(self) -> None:
+        _int("max_tokens", self.max_tokens, 0, 2**31 - 1, optional=True)
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise ParameterError("max_tokens", "must be at least 1 (0 only with echo or prompt_logprobs)")
+        _int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ParameterError("min_tokens", f"{self.min_tokens} is more than max_tokens {self.max_tokens}")
+        _float("temperature", self.temperature, 0.0, 100.0)
+        _int("top_k", self.top_k, -1, 2**63 - 1)
+        _float("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise ParameterError("top_p", "must be in (0, 1], got 0")
+        _float("min_p", self.min_p, 0.0, 1.0)
+        _int("seed", self.seed, -(2**63), 2**63 - 1, optional=True)
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise ParameterError("stop", f"at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}")
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise ParameterError("stop", "must be non-empty strings")
+            if len(text) > MAX_STOP_CHARS:
+                raise ParameterError("stop", f"a stop string has {len(text)} characters, at most {MAX_STOP_CHARS}")
+        for token_id in self.stop_token_ids:
+            _int("stop_token_ids", token_id, 0, 2**31 - 1)
+        _float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _float("repetition_penalty", self.repetition_penalty, 0.0, 100.0)
+        if self.repetition_penalty == 0.0:
+            raise ParameterError("repetition_penalty", "must be greater than 0")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise ParameterError("logit_bias", f"at most {MAX_LOGIT_BIAS} entries, got {len(self.logit_bias)}")
+        for token_id, bias in self.logit_bias:
+            _int("logit_bias", token_id, 0, 2**31 - 1)
+            _float(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+        _int("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
+        _int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Raises: ParameterError where a token id is not in the vocabulary."""
+        for field, ids in (("stop_token_ids", self.stop_token_ids),
+                           ("logit_bias", tuple(token_id for token_id, _ in self.logit_bias))):
+            for token_id in ids:
+                if token_id >= vocab_size:
+                    raise ParameterError(field, f"token id {token_id} is not in the vocabulary of {vocab_size}")
+
+
+def _int(field: str, value: object, low: int, high: int, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ParameterError(field, f"must be an integer, got {value!r}")
+    if not low <= value <= high:
+        raise ParameterError(field, f"must be in [{low}, {high}], got {value}")
+
+
+def _float(field: str, value: object, low: float, high: float) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        raise ParameterError(field, f"must be a finite number, got {value!r}")
+    if not low <= value <= high:
+        raise ParameterError(field, f"must be in [{low:g}, {high:g}], got {value:g}")

@@ -1,0 +1,123 @@
+"""The operations that a transformer needs, and their contract. `reference`, `host` and the CUDA kernels each provide it.
+
+Letters, used by every docstring below `cuda/`:
+  T tokens of this step (all sequences' rows one after the other)   S sequences (chunks) of this step
+  R rows that want logits   H query heads   G kv heads   D head dim   B block size (16)   N blocks   M block-table width
+  C hidden   F ffn   V vocab   K a projection's inputs
+
+Rules of the contract:
+- An op may run later than it is called: results may be read only after `finish()`. Eager back ends do nothing there.
+- Arrays that ops return live until the next `begin(batch)`; an op's input may be overwritten only where its docstring
+  says so. The caller never writes into them.
+- Row-invariance: each output row depends on its own row alone, bit for bit, whatever T, S, R and the row's place are.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weights.load import ModelWeights
+from weights.quant import Linear, Weight
+from weights.spec import ModelSpec, RopeSpec
+
+BLOCK_SIZE = 16                             # B: tokens in a KV block
+
+Array = Any                                 # the back end's own array type; NumPy on reference and host
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroupSpec:
+    """Layers whose KV cache has the same geometry; they share one block table and one id space."""
+    layers: tuple[int, ...]                 # model layer indices
+    kv_heads: int                           # G
+    k_dim: int
+    v_dim: int
+    window: int | None                      # blocks that left it are freed; None keeps all
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """The ragged rows of one step. Sequence s owns rows query_start_loc[s] .. query_start_loc[s + 1]."""
+    token_ids: Ints                         # [T]
+    positions: Ints                         # [T]
+    query_start_loc: Ints                   # [S + 1]
+    seq_lens: Ints                          # [S] tokens in the KV cache after this step's store_kv
+    block_tables: tuple[Ints, ...]          # one [S, M] a KV group: block ids, unused entries 0
+    slot_mapping: tuple[Ints, ...]          # one [T] a KV group: block_id * B + offset, where each row's k and v go
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+class Ops(Protocol):
+    """See the module's docstring for letters and rules."""
+
+    name: str                               # "reference", "host", …
+
+    def prepare(self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, max_position: int) -> ModelWeights:
+        """Weights in this back end's own layout (packed, aligned, uploaded); same structure, own weight types.
+        Also sizes the workspace for steps of up to `max_tokens` tokens and tables of up to `max_position` positions."""
+        ...
+
+    def allocate_kv(self, group: KVGroupSpec, num_blocks: int) -> Array:
+        """Zeroed KV cache of a group, opaque to the caller; passed back to store_kv, attend and copy_blocks."""
+        ...
+
+    def begin(self, batch: Batch) -> None:
+        """Start of a step: earlier results are no longer valid."""
+        ...
+
+    def embed(self, token_ids: Ints, table: Weight, scale: float) -> Array:
+        """Rows of the embedding, times `scale`. [T] -> [T, C]"""
+        ...
+
+    def rms_norm(self, x: Array, weight: Array, eps: float, add: Array | None = None) -> Array:
+        """x [T, C] * weight / rms(x). With `add` [T, C], x += add comes first and stays in x (the residual stream)."""
+        ...
+
+    def add(self, x: Array, y: Array) -> None:
+        """x += y, both [T, C]: the residual sum that no norm follows."""
+        ...
+
+    def linear(self, x: Array, weight: Linear, softcap: float | None = None) -> Array:
+        """x [T, K] W^T + bias -> [T, N]; then cap * tanh(y / cap) where `softcap` is given (final logits)."""
+        ...
+
+    def rope(self, qkv: Array, positions: Ints, rope: RopeSpec | None,
+             q_norm: Array | None, k_norm: Array | None, eps: float) -> None:
+        """In place on the q and k heads of qkv [T, (H + 2G) D]: RMSNorm of each head (where given), then rotation."""
+        ...
+
+    def store_kv(self, qkv: Array, cache: Array, layer: int, slot_mapping: Ints) -> None:
+        """k and v of qkv into the cache; `layer` counts within the group."""
+        ...
+
+    def attend(self, qkv: Array, cache: Array, layer: int, block_table: Ints, scale: float,
+               window: int | None, softcap: float | None) -> Array:
+        """Causal attention of every row over its own sequence's cached keys j with 0 <= i - j (< window). -> [T, H D]"""
+        ...
+
+    def gated(self, gate_up: Array, activation: str) -> Array:
+        """activation(gate) * up. [T, 2F] -> [T, F]"""
+        ...
+
+    def take_rows(self, x: Array, rows: Ints) -> Array:
+        """x[rows]. [T, C] -> [R, C]"""
+        ...
+
+    def all_reduce(self, x: Array) -> Array:
+        """Sum over tensor-parallel ranks; x itself on one device."""
+        ...
+
+    def finish(self) -> None:
+        """Run what is still outstanding; afterwards every result of this step may be read."""
+        ...
+
+    def copy_blocks(self, cache: Array, pairs: Ints) -> None:
+        """Whole blocks [P, 2] (source, destination) of every layer of the group, before the step's forward pass."""
+        ...
