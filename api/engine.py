@@ -6,13 +6,20 @@
 """
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from actors.messages import Finish, TextDelta, TokenLogprob, Usage
+import orjson
+
+from actors.messages import ChatPrompt, Finish, Generate, Prompt, TextDelta, TokenLogprob, Usage
+from actors.output import OutputStream, merge
 from actors.sampling_params import ParameterError, SamplingParams
+from actors.system import EngineConfig, System
 
 __all__ = ["Completion", "Engine", "EngineDead", "EngineInfo", "ParameterError", "RequestFailed", "SamplingParams"]
 
@@ -30,12 +37,14 @@ class RequestFailed(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What a started engine is."""
-    model: str                              # the served name
+    model: str                              # the served name, as replies say it
+    model_names: tuple[str, ...]            # all names that requests may use
     model_path: str
     architecture: str
     vocab_size: int
     max_model_len: int                      # tokens a request may have, prompt and output together
     kv_capacity_tokens: int
+    kv_bytes: int
     max_num_seqs: int
     device: str                             # "cpu" or "cuda:0 NVIDIA …"
     device_reason: str
@@ -56,8 +65,8 @@ class EngineStats:
     prompt_tokens: int                      # computed by the forward pass
     generation_tokens: int
     num_steps: int
-    step_s: float                           # time inside forward passes and sampling
-    busy_s: float                           # time with work in the scheduler
+    forward_s: float                        # inside forward passes
+    busy_s: float                           # with sequences running: forward passes and all else
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,38 +83,145 @@ class Completion:
 
 
 class Engine:
-    """See the module's docstring. Methods may be called from any event loop; one loop a request."""
+    """See the module's docstring. May be used from any event loop; a request belongs to the loop it began in."""
 
-    info: EngineInfo
+    def __init__(self, system: System) -> None:
+        """Use `Engine.start`."""
+        self._system = system
+        self._next_id = itertools.count()
+        self.info = _info(system)
 
     @classmethod
     @asynccontextmanager
-    async def start(cls, model: str = "smollm2", **config: Any) -> AsyncIterator[Engine]:
-        """Load `model` and serve until the block ends. `config`: the fields of `EngineConfig`.
+    async def start(cls, model: str = "smollm2", progress: Callable[[str], None] | None = None,
+                    **config: Any) -> AsyncIterator[Engine]:
+        """Load `model` and serve until the block ends; `progress` gets a line a start-up stage.
 
-        Raises: ValueError for a model or setting that cannot be served; EngineDead.
+        config: the fields of `actors.system.EngineConfig`.
+        Raises: ValueError for a model or setting that cannot be served.
         """
-        raise RuntimeError
-        yield
+        system = System(EngineConfig(model=model, **config), progress)
+        system.start()
+        try:
+            await asyncio.wrap_future(system.ready)
+            yield cls(system)
+        finally:
+            system.stop()
+            await asyncio.shield(_ended(system))
 
-    def generate(self, prompt: PromptInput, sampling: SamplingParams | None = None, *, choice: int = 0,
-                 add_generation_prompt: bool = True) -> AsyncIterator[TextDelta]:
+    async def generate(self, prompt: PromptInput, sampling: SamplingParams | None = None, *, choice: int = 0,
+                       add_generation_prompt: bool = True) -> AsyncIterator[TextDelta]:
         """Stream one completion. Leaving the iterator (break, cancel, aclose) aborts the request.
 
+        sampling: None takes the model's own defaults.
         Raises: ParameterError before the first delta where the request cannot be served; RequestFailed; EngineDead.
         """
-        raise RuntimeError
+        request_id = f"r{next(self._next_id)}"
+        stream = OutputStream(request_id, self._system.abort)
+        request = Generate(request_id, _prompt(prompt, add_generation_prompt), sampling or self.default_sampling(),
+                           choice, time.monotonic())
+        self._open(stream)
+        try:
+            self._system.post(request)
+            while True:
+                delta = await self._next(stream)
+                if delta.finish == "rejected":
+                    raise ParameterError(delta.error_field or "prompt", _without_field(delta))
+                if delta.finish == "failed":
+                    raise RequestFailed(delta.error)
+                yield delta
+                if delta.finish is not None:
+                    return
+        finally:
+            # NOTE: nothing is awaited here: the generator may be closed by the garbage collector. After a terminal
+            # delta the engine has forgotten the request, and this abort finds nothing.
+            self._system.abort(request_id)
 
     async def complete(self, prompt: PromptInput, sampling: SamplingParams | None = None, *, choice: int = 0,
                        add_generation_prompt: bool = True) -> Completion:
         """The same, whole."""
-        raise RuntimeError
+        deltas = [delta async for delta in self.generate(prompt, sampling, choice=choice,
+                                                         add_generation_prompt=add_generation_prompt)]
+        whole = merge(deltas)
+        assert whole.finish is not None, "the last delta ends the request"
+        assert whole.usage is not None, "a finished request has its usage"
+        return Completion(whole.text, whole.token_ids, whole.finish, whole.stop_reason, whole.usage, whole.logprobs,
+                          whole.prompt_logprobs, whole.prompt_token_ids)
+
+    def default_sampling(self, **changes: Any) -> SamplingParams:
+        """The model's own sampling defaults, with `changes`."""
+        return SamplingParams(**{**self.info.default_sampling, **changes})
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Token ids as text, control tokens included: what an echoed prompt reads."""
+        return self._system.vocab.decode(token_ids)
 
     def stats(self) -> EngineStats:
         """May be called from any thread."""
-        raise RuntimeError
+        system = self._system
+        scheduler, executor = system.scheduler.policy.stats, system.executor
+        return EngineStats(
+            num_requests_running=scheduler.num_running, num_requests_waiting=scheduler.num_waiting,
+            kv_cache_usage=system.pool.pool.usage, num_preemptions=scheduler.num_preemptions,
+            prompt_tokens=scheduler.prompt_tokens, generation_tokens=scheduler.generation_tokens,
+            num_steps=scheduler.num_steps, forward_s=executor.forward_s, busy_s=system.scheduler.busy_s)
 
     @property
     def dead(self) -> BaseException | None:
         """Why the engine ended, or None while it lives."""
-        raise RuntimeError
+        return self._system.output.dead
+
+    def _open(self, stream: OutputStream) -> None:
+        try:
+            self._system.output.open(stream)
+        except Exception as cause:
+            raise EngineDead(str(cause)) from cause
+
+    async def _next(self, stream: OutputStream) -> TextDelta:
+        try:
+            return await stream.next()
+        except asyncio.CancelledError:
+            raise
+        except Exception as cause:
+            raise EngineDead(str(cause)) from cause
+
+
+def _prompt(prompt: PromptInput, add_generation_prompt: bool) -> Prompt:
+    """Raises: ParameterError."""
+    if isinstance(prompt, str):
+        return prompt
+    items = list(prompt)
+    if items and all(isinstance(item, dict) for item in items):
+        try:
+            return ChatPrompt(orjson.dumps(items), add_generation_prompt)
+        except TypeError as error:              # orjson: not JSON, or text that is not valid Unicode
+            raise ParameterError("messages", str(error)) from None
+    ids = tuple(item for item in items if isinstance(item, int) and not isinstance(item, bool))
+    if len(ids) < len(items):
+        raise ParameterError("prompt", "must be text, token ids, or chat messages (a list of objects)")
+    return ids
+
+
+def _without_field(delta: TextDelta) -> str:
+    return delta.error.removeprefix(f"{delta.error_field}: ")
+
+
+async def _ended(system: System) -> None:
+    if system.ready.done() and system.ready.exception() is not None:
+        return
+    await asyncio.wait([asyncio.wrap_future(system.ended)])
+
+
+def _info(system: System) -> EngineInfo:
+    config, vocab = system.config, system.vocab
+    stop_ids = tuple(sorted(vocab.stop_ids))
+    return EngineInfo(
+        model=(config.served_model_name or (system.model_name,))[0],
+        model_names=config.served_model_name or (system.model_name,), model_path=str(system.model_path),
+        architecture=system.spec.architecture, vocab_size=vocab.size, max_model_len=system.sizes.max_model_len,
+        kv_capacity_tokens=system.sizes.kv_capacity_tokens, kv_bytes=system.sizes.kv_bytes,
+        max_num_seqs=config.max_num_seqs, device=system.device, device_reason=system.device_reason,
+        stop_token_ids=stop_ids, stop_tokens=tuple(vocab.token_text(i) for i in stop_ids),
+        has_chat_template=vocab.has_chat_template,
+        default_sampling=dict(vocab.defaults) if config.generation_config == "auto" else {},
+        startup_s=tuple(system.start_up.stages))

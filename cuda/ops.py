@@ -1,4 +1,4 @@
-"""The operations that a transformer needs, and their contract. `reference`, `host` and the CUDA kernels each provide it.
+"""The operations that a transformer needs, and their contract. `reference`, `host` and the CUDA kernels provide it.
 
 Letters, used by every docstring below `cuda/`:
   T tokens of this step (all sequences' rows one after the other)   S sequences (chunks) of this step
@@ -80,12 +80,8 @@ class Ops(Protocol):
         """x [T, C] * weight / rms(x). With `add` [T, C], x += add comes first and stays in x (the residual stream)."""
         ...
 
-    def add(self, x: Array, y: Array) -> None:
-        """x += y, both [T, C]: the residual sum that no norm follows."""
-        ...
-
-    def linear(self, x: Array, weight: Linear, softcap: float | None = None) -> Array:
-        """x [T, K] W^T + bias -> [T, N]; then cap * tanh(y / cap) where `softcap` is given (final logits)."""
+    def linear(self, x: Array, weight: Linear) -> Array:
+        """x [T, K] W^T + bias -> [T, N]"""
         ...
 
     def rope(self, qkv: Array, positions: Ints, rope: RopeSpec | None,
@@ -99,7 +95,7 @@ class Ops(Protocol):
 
     def attend(self, qkv: Array, cache: Array, layer: int, block_table: Ints, scale: float,
                window: int | None, softcap: float | None) -> Array:
-        """Causal attention of every row over its own sequence's cached keys j with 0 <= i - j (< window). -> [T, H D]"""
+        """Causal attention of each row i over its own sequence's cached keys j, 0 <= i - j (< window). -> [T, H D]"""
         ...
 
     def gated(self, gate_up: Array, activation: str) -> Array:
@@ -108,6 +104,13 @@ class Ops(Protocol):
 
     def take_rows(self, x: Array, rows: Ints) -> Array:
         """x[rows]. [T, C] -> [R, C]"""
+        ...
+
+    def logits(self, x: Array, head: Linear, softcap: float | None) -> Array:
+        """x [R, C] W^T -> [R, V], then cap * tanh(y / cap) where `softcap` is given.
+
+        NOTE: the result lives only until the next call of `logits` or `begin`: V is wide, so its buffer is reused.
+        The caller calls `finish()` and reads one slice of rows before it asks for the next."""
         ...
 
     def all_reduce(self, x: Array) -> Array:
@@ -120,4 +123,8 @@ class Ops(Protocol):
 
     def copy_blocks(self, cache: Array, pairs: Ints) -> None:
         """Whole blocks [P, 2] (source, destination) of every layer of the group, before the step's forward pass."""
+        ...
+
+    def close(self) -> None:
+        """Give threads and device memory back; no op may follow."""
         ...

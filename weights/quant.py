@@ -89,3 +89,10 @@ def dequantize(weight: Weight) -> NDArray[np.float32]:
     # NOTE: scale * code is exact in float64, so the sum is rounded once, as by an FMA: Q6_K needs it to equal ggml.
     wide = weight.scale[..., None].astype(np.float64) * grouped + weight.offset[..., None]
     return wide.astype(np.float32).reshape(n, k)
+
+
+def take_rows(weight: Weight, rows: NDArray[np.intp]) -> Weight:
+    """The weight with row i replaced by its row rows[i], copied. rows [N']: [N, K] -> [N', K]"""
+    if isinstance(weight, Dense):
+        return Dense(weight.data[rows], weight.is_bf16)
+    return Affine(weight.codes[rows], weight.scale[rows], weight.offset[rows], weight.bits, weight.group)

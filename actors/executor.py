@@ -1,0 +1,143 @@
+"""The executor actor: the device and all state per slot. One thread of its own runs plans in the order they come.
+
+Plans go in by a queue, results come out by `send_threadsafe`; nothing polls. A fault inside a step fails that step's
+sequences and the engine goes on; a fault outside of steps ends the engine.
+"""
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from actors.mailbox import Mailbox
+from actors.messages import StartedSequence, StepPlan, StepResult
+from actors.policy.scheduler import SchedulerMessage
+from cuda.runner import Runner, StepOutput
+from cuda.sampler import SlotSampling
+
+log = logging.getLogger("troupe.executor")
+
+WATCHDOG_PERIOD_S = 5.0
+
+class DeviceStuck(RuntimeError):
+    """A step takes longer than any step can."""
+
+
+class Executor:
+    """Runs on two threads: `send`, `load` and `run` on the engine's loop, everything else on the device thread."""
+
+    def __init__(self, results: Mailbox[SchedulerMessage], stall_timeout_s: float = 300.0) -> None:
+        """stall_timeout_s: a step's chunks are bounded by the token budget, so a longer one is a stuck device."""
+        self.results = results
+        self.stall_timeout_s = stall_timeout_s
+        self.step_started_s: float | None = None    # while a step runs
+        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._runner: Runner | None = None
+
+    @property
+    def forward_s(self) -> float:
+        """Inside forward passes, since the start."""
+        return self._runner.forward_s if self._runner else 0.0
+
+    def send(self, plan: StepPlan) -> None:
+        self._plans.put(plan)
+
+    async def load(self, make_runner: Callable[[], Runner]) -> Runner:
+        """Builds the runner on the device thread (a device's context belongs to the thread that uses it)."""
+        loop = asyncio.get_running_loop()
+        loaded: asyncio.Future[Runner] = loop.create_future()
+        self._ended: asyncio.Future[None] = loop.create_future()
+
+        def device_thread() -> None:
+            try:
+                self._runner = make_runner()
+            except BaseException as error:
+                loop.call_soon_threadsafe(loaded.set_exception, error)
+                return
+            loop.call_soon_threadsafe(loaded.set_result, self._runner)
+            try:
+                self._run_plans(self._runner)
+            except BaseException as error:
+                loop.call_soon_threadsafe(self._ended.set_exception, error)
+
+        self._thread = threading.Thread(target=device_thread, name="troupe-device", daemon=True)
+        self._thread.start()
+        return await loaded
+
+    def join(self, timeout_s: float = 10.0) -> None:
+        """After `run` was cancelled: waits for the step that is still running."""
+        self._thread.join(timeout_s)
+
+    async def run(self) -> None:
+        """Watches the device thread until cancelled.
+
+        Raises: whatever ended the thread; DeviceStuck.
+        """
+        try:
+            while True:
+                await asyncio.wait([self._ended], timeout=WATCHDOG_PERIOD_S)
+                if self._ended.done():
+                    self._ended.result()
+                started_s = self.step_started_s
+                if started_s is not None and time.monotonic() - started_s > self.stall_timeout_s:
+                    raise DeviceStuck(f"a step has been running for over {self.stall_timeout_s:.0f} s")
+        finally:
+            self._plans.put(None)
+
+    def _run_plans(self, runner: Runner) -> None:
+        while True:
+            plan = self._plans.get()
+            if plan is None:
+                runner.ops.close()
+                return
+            self.step_started_s = time.monotonic()
+            result = self._step(runner, plan)
+            self.step_started_s = None
+            self.results.send_threadsafe(result)
+
+    def _step(self, runner: Runner, plan: StepPlan) -> StepResult:
+        begin_s = time.perf_counter()
+        try:
+            self._apply(runner, plan)
+            output = runner.step(plan.chunks, plan.resting)
+        except Exception as error:  # NOTE: MemoryError too: this step's requests fail, the engine goes on
+            log.exception("step %d failed", plan.step_id)
+            return StepResult(plan.step_id, error=f"{type(error).__name__} in step {plan.step_id}",
+                              elapsed_s=time.perf_counter() - begin_s)
+        return _result(plan.step_id, output, time.perf_counter() - begin_s)
+
+    def _apply(self, runner: Runner, plan: StepPlan) -> None:
+        for slot in plan.ended:
+            runner.end(slot)
+        for started in plan.started:
+            runner.start(started.slot, started.token_ids, started.num_prompt_tokens, _slot_sampling(started),
+                         started.block_ids, wants_token=started.sampling.max_tokens != 0,
+                         prompt_logprobs=started.sampling.prompt_logprobs)
+        for slot, group, block_ids in plan.new_blocks:
+            runner.append_blocks(slot, group, block_ids)
+        runner.copy_blocks(plan.copies)
+
+
+def _slot_sampling(started: StartedSequence) -> SlotSampling:
+    sampling = started.sampling
+    return SlotSampling(
+        temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty, frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty, logit_bias=sampling.logit_bias,
+        min_tokens=sampling.min_tokens, stop_ids=started.stop_ids, seed=started.seed, choice=started.choice,
+        logprobs=sampling.logprobs)
+
+
+def _result(step_id: int, output: StepOutput, elapsed_s: float) -> StepResult:
+    sampled = output.sampled
+    slots = output.slots.tolist()
+    return StepResult(
+        step_id=step_id, slots=tuple(slots), positions=tuple(output.positions.tolist()),
+        token_ids=tuple(sampled.token_ids.tolist()), logprobs=tuple(sampled.logprobs.tolist()),
+        top_logprobs=sampled.top_logprobs,
+        prompt_slots=tuple(output.prompt_slots.tolist()), prompt_positions=tuple(output.prompt_positions.tolist()),
+        prompt_logprobs=tuple(output.prompt_logprobs.tolist()), prompt_top_logprobs=output.prompt_top_logprobs,
+        failed=tuple((slots[row], reason) for row, reason in sampled.failed), elapsed_s=elapsed_s)

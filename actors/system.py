@@ -1,0 +1,251 @@
+"""Start-up wiring and supervision: from a model's name to four running actors on the engine's own thread."""
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from actors.executor import Executor
+from actors.kv_pool import KVPool
+from actors.mailbox import Mailbox
+from actors.messages import Abort, Generate
+from actors.output import OutputRouter
+from actors.policy.block_pool import BlockPool, Group
+from actors.policy.scheduler import SchedulerConfig, SchedulerMessage, SchedulerPolicy
+from actors.scheduler import Scheduler
+from actors.tokenizer import Tokenizer
+from cuda.kv_cache import block_bytes, blocks_for, kv_groups, size_kv_cache
+from cuda.memory import available_host_bytes
+from cuda.ops import BLOCK_SIZE, Ops
+from cuda.runner import Runner
+from weights.hub import resolve
+from weights.load import ModelFile, open_model
+from weights.spec import ModelSpec
+from weights.vocab import Vocab
+
+log = logging.getLogger("troupe.system")
+
+# Without a figure from the user, KV blocks may take this share of the memory that is free at the start.
+DEFAULT_KV_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What can be set. Names and meanings are vLLM's where it has them."""
+    model: str = "smollm2"
+    device: str = "auto"                    # "auto", "cpu", "cuda", "reference" (NumPy: slow and obvious)
+    max_model_len: int | None = None        # None: what the model was trained for, or what the KV cache holds
+    max_num_seqs: int = 64                  # sequences that run at once
+    max_num_batched_tokens: int = 512       # tokens of one step
+    kv_cache_memory: int | None = None      # bytes
+    gpu_memory_utilization: float | None = None     # share of the device's free memory for weights and KV together
+    seed: int | None = None                 # of requests without one of their own; None: drawn anew
+    served_model_name: tuple[str, ...] = ()  # the first is what replies say; None given: the model's name
+    generation_config: str = "auto"         # "none": ignore the model's sampling defaults
+    threads: int | None = None              # of the host back end; None: the physical cores
+    check_integrity: bool = False           # audit the KV pool after every step
+
+    def __post_init__(self) -> None:
+        for name, low in (("max_model_len", 1), ("max_num_seqs", 1), ("max_num_batched_tokens", 1),
+                          ("kv_cache_memory", 1), ("threads", 1)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < low):
+                raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
+        if self.max_num_seqs > self.max_num_batched_tokens:
+            raise ValueError(f"max_num_batched_tokens {self.max_num_batched_tokens} is less than max_num_seqs "
+                             f"{self.max_num_seqs}: a step must hold one token of every running sequence")
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {share!r}")
+        if self.generation_config not in ("auto", "none"):
+            raise ValueError(f"generation_config must be auto or none, got {self.generation_config!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What was decided at start-up about lengths and memory."""
+    max_model_len: int
+    num_blocks: tuple[int, ...]             # a KV group
+    kv_bytes: int
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        return self.num_blocks[0] * BLOCK_SIZE
+
+
+@dataclass(slots=True)
+class StartUp:
+    """How the start went: stages with their seconds."""
+    progress: Callable[[str], None]
+    stages: list[tuple[str, float]] = field(default_factory=list)
+
+    def stage(self, name: str, begin_s: float) -> None:
+        elapsed_s = time.perf_counter() - begin_s
+        self.stages.append((name, elapsed_s))
+        self.progress(f"{name}: {elapsed_s:.2f} s")
+
+
+class System:
+    """The engine's thread. `start` returns when it is ready; `post` and `abort` may be called from any thread."""
+
+    def __init__(self, config: EngineConfig, progress: Callable[[str], None] | None = None) -> None:
+        self.config = config
+        self.start_up = StartUp(progress or (lambda line: None))
+        self.output = OutputRouter()
+        self.ready: Future[None] = Future()
+        self.ended: Future[None] = Future()         # set when the thread is over; an exception says why
+        self._thread = threading.Thread(target=self._run_thread, name="troupe-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def post(self, message: Generate | Abort) -> None:
+        """To the tokenizer; harmless when the engine is over."""
+        if not self.ended.done():
+            self.tokenizer.inbox.send_threadsafe(message)
+
+    def abort(self, request_id: str) -> None:
+        """Its caller is gone."""
+        if self.output.close(request_id):
+            self.post(Abort(request_id, "aborted"))
+
+    def stop(self) -> None:
+        """End the thread; open requests get EngineDead through the router."""
+        if self.ready.done() and not self.ended.done():
+            self._loop.call_soon_threadsafe(self._stop.set)
+
+    def _run_thread(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except BaseException as error:
+            cause = _first_cause(error)
+            if not self.ready.done():
+                self.ready.set_exception(cause)
+            else:
+                log.error("the engine ended: %s", cause)
+            self.output.fail_all(cause)
+            self.ended.set_exception(cause)
+        else:
+            self.output.fail_all(RuntimeError("the engine was stopped"))
+            self.ended.set_result(None)
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        await self._load()
+        self.ready.set_result(None)
+        async with asyncio.TaskGroup() as group:
+            actors = [group.create_task(actor.run(), name=type(actor).__name__)
+                      for actor in (self.tokenizer, self.scheduler, self.pool, self.executor)]
+            await self._stop.wait()
+            for actor in actors:
+                actor.cancel()
+        await asyncio.to_thread(self.executor.join)
+
+    async def _load(self) -> None:
+        config, start_up = self.config, self.start_up
+        begin_s = time.perf_counter()
+        self.device, self.device_reason = choose_device(config.device)
+        files = await asyncio.to_thread(resolve, config.model, start_up.progress)
+        self.model_path, self.model_name = files.path, files.name
+        model = await asyncio.to_thread(open_model, files.path)
+        self.spec = model.spec
+        start_up.stage("model files", begin_s)
+
+        # The tokenizer is built beside the weights: both are mostly outside of Python.
+        self.groups = kv_groups(model.spec)
+        self.sizes = choose_sizes(config, model.spec, model.stored_bytes)
+        scheduler_inbox: Mailbox[SchedulerMessage] = Mailbox()
+        self.executor = Executor(scheduler_inbox)
+        self.runner, self.vocab = await asyncio.gather(self.executor.load(lambda: self._make_runner(model)),
+                                                       asyncio.to_thread(self._timed_vocab, model))
+        pool_groups = tuple(Group(n, group.window) for n, group in zip(self.sizes.num_blocks, self.groups, strict=True))
+        self.pool = KVPool(BlockPool(pool_groups), check=config.check_integrity)
+        self.tokenizer = Tokenizer(self.vocab, self.sizes.max_model_len, scheduler_inbox, self.output.deliver)
+        policy = SchedulerPolicy(SchedulerConfig(
+            max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=self.sizes.max_model_len, groups=pool_groups))
+        self.scheduler = Scheduler(policy, scheduler_inbox, self.pool, self.executor, self.tokenizer.inbox)
+
+    def _timed_vocab(self, model: ModelFile) -> Vocab:
+        begin_s = time.perf_counter()
+        vocab = Vocab.load(model)
+        self.start_up.stage("tokenizer", begin_s)
+        return vocab
+
+    def _make_runner(self, model: ModelFile) -> Runner:
+        """On the device thread."""
+        begin_s = time.perf_counter()
+        weights = model.weights()
+        self.start_up.stage("weights", begin_s)
+        begin_s = time.perf_counter()
+        runner = Runner(model.spec, weights, make_ops(self.device, self.config), self.sizes.num_blocks,
+                        self.config.max_num_seqs, self.config.max_num_batched_tokens, self.sizes.max_model_len)
+        self.start_up.stage("back end", begin_s)
+        return runner
+
+
+def choose_device(asked: str) -> tuple[str, str]:
+    """The back end and why. Raises: ValueError where it cannot be had."""
+    if asked == "reference":
+        return "reference", "as asked: NumPy, for comparison"
+    if asked == "cuda":
+        raise ValueError("device cuda: the CUDA back end is not part of this version yet; use cpu or auto")
+    if asked == "cpu":
+        return "cpu", "as asked"
+    if asked != "auto":
+        raise ValueError(f"device must be auto, cpu or cuda, got {asked!r}")
+    return "cpu", "auto: the CUDA back end is not part of this version yet"
+
+
+def make_ops(device: str, config: EngineConfig) -> Ops:
+    if device == "reference":
+        from cuda.reference import ReferenceOps
+        return ReferenceOps()
+    # Numba takes a third of a second to import: only who computes with it pays.
+    from cuda.host.ops import HostOps
+    return HostOps(config.threads)
+
+
+def choose_sizes(config: EngineConfig, spec: ModelSpec, stored_bytes: int) -> Sizes:
+    """Context length and KV blocks. Raises: ValueError with the arithmetic where it cannot fit."""
+    groups = kv_groups(spec)
+    available = available_host_bytes()
+    if config.kv_cache_memory is not None:
+        kv_bytes, source = config.kv_cache_memory, "kv_cache_memory"
+        if kv_bytes + stored_bytes > available:
+            raise ValueError(f"kv_cache_memory {_gib(kv_bytes)} and weights of {_gib(stored_bytes)} are more than the "
+                             f"{_gib(available)} of memory that are free")
+    elif config.gpu_memory_utilization is not None:
+        share = config.gpu_memory_utilization
+        kv_bytes, source = int(available * share) - stored_bytes, "gpu_memory_utilization"
+        if kv_bytes <= 0:
+            raise ValueError(f"gpu_memory_utilization {share:g} of {_gib(available)} free memory does not hold the "
+                             f"weights of {_gib(stored_bytes)}")
+    else:
+        kv_bytes, source = int((available - stored_bytes) * DEFAULT_KV_SHARE), "free memory"
+    asked_len = config.max_model_len or spec.max_position
+    num_blocks = size_kv_cache(groups, kv_bytes, config.max_num_seqs, asked_len, config.max_num_batched_tokens)
+    capacity = num_blocks[0] * BLOCK_SIZE
+    if config.max_model_len is not None and capacity < asked_len or capacity == 0:
+        per_block = sum(block_bytes(group) for group in groups)
+        raise ValueError(
+            f"max_model_len {asked_len} needs {blocks_for(asked_len)} KV blocks of {BLOCK_SIZE} tokens, "
+            f"{per_block} bytes each = {_gib(blocks_for(asked_len) * per_block)}; {source} gives {_gib(kv_bytes)}, "
+            f"that is {capacity} tokens: lower max_model_len or raise kv_cache_memory")
+    used = sum(n * block_bytes(group) for n, group in zip(num_blocks, groups, strict=True))
+    return Sizes(min(asked_len, capacity), num_blocks, used)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,224 @@
+"""The tokenizer actor: it owns text. Encodes prompts in worker threads, decodes tokens, finds stop strings."""
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import orjson
+
+from actors.mailbox import Mailbox
+from actors.messages import (
+    Abort,
+    ChatPrompt,
+    Generate,
+    NewSequence,
+    NewTokens,
+    SequenceTokens,
+    TextDelta,
+    TokenLogprob,
+    TopLogprobs,
+    Usage,
+)
+from actors.policy.scheduler import SchedulerMessage
+from actors.policy.stop_strings import StopStrings
+from actors.sampling_params import ParameterError
+from weights.vocab import Detokenizer, Vocab
+
+log = logging.getLogger("troupe.tokenizer")
+
+NAN = float("nan")
+ENCODING_THREADS = 2
+
+
+
+@dataclass(slots=True)
+class _Text:
+    """A request whose prompt is encoded: its text so far, on this side of the scheduler."""
+    sequence: NewSequence
+    detokenizer: Detokenizer
+    stop_strings: StopStrings
+    num_output_tokens: int = 0
+    prompt_sent: bool = False
+
+
+class Tokenizer:
+    """Runs on the engine's loop. `deliver` takes a step's deltas to the callers."""
+
+    def __init__(self, vocab: Vocab, max_model_len: int, scheduler: Mailbox[SchedulerMessage],
+                 deliver: Callable[[Sequence[TextDelta]], None]) -> None:
+        self.vocab = vocab
+        self.max_model_len = max_model_len
+        self.scheduler = scheduler
+        self.deliver = deliver
+        self.inbox: Mailbox[Generate | Abort | NewTokens] = Mailbox()
+        self._encoding: dict[str, asyncio.Task[None]] = {}
+        self._texts: dict[str, _Text] = {}
+        self._pool = ThreadPoolExecutor(ENCODING_THREADS, thread_name_prefix="troupe-encode")
+
+    async def run(self) -> None:
+        try:
+            while True:
+                for message in await self.inbox.drain():
+                    if isinstance(message, NewTokens):
+                        self.deliver([delta for row in message.rows if (delta := self._decode(row)) is not None])
+                    elif isinstance(message, Generate):
+                        self._encoding[message.request_id] = asyncio.create_task(self._admit(message))
+                    else:
+                        self._abort(message)
+        finally:
+            for task in self._encoding.values():
+                task.cancel()
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def num_open(self) -> int:
+        return len(self._encoding) + len(self._texts)
+
+    async def _admit(self, generate: Generate) -> None:
+        """Encode off the loop, then pass the sequence on; a prompt that cannot be served is answered here."""
+        request_id = generate.request_id
+        try:
+            text = await asyncio.get_running_loop().run_in_executor(self._pool, self._encode, generate)
+        except ValueError as error:
+            field_name = error.field if isinstance(error, ParameterError) else "prompt"
+            self.deliver([TextDelta(request_id, finish="rejected", error=str(error), error_field=field_name)])
+        except Exception:
+            log.exception("encoding of request %s failed", request_id)
+            self.deliver([TextDelta(request_id, finish="failed", error="the prompt could not be encoded")])
+        else:
+            self._texts[request_id] = text
+            self.scheduler.send(text.sequence)
+        finally:
+            # NOTE: an abort may have taken the entry away and cancelled this task meanwhile.
+            self._encoding.pop(request_id, None)
+
+    def _encode(self, generate: Generate) -> _Text:
+        """In a worker thread. Raises: ValueError."""
+        sampling, vocab = generate.sampling, self.vocab
+        sampling.check_vocab(vocab.size)
+        ids = self._prompt_ids(generate)
+        room = self.max_model_len - len(ids)
+        if room < (0 if sampling.max_tokens == 0 else 1):
+            raise ParameterError(_prompt_field(generate), f"the prompt has {len(ids)} tokens; this model's context "
+                                 f"of {self.max_model_len} leaves no room for an answer")
+        max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+        # A stop string that is itself a control token has no text to be found in: it stops by its id.
+        special_stops = {stop: token_id for stop in sampling.stop if (token_id := vocab.special_id(stop)) is not None}
+        stop_ids = dict.fromkeys((*(() if sampling.ignore_eos else sorted(vocab.stop_ids)),
+                                  *sampling.stop_token_ids, *special_stops.values()))
+        sequence = NewSequence(
+            request_id=generate.request_id, token_ids=tuple(ids), sampling=sampling, max_tokens=max_tokens,
+            stop_ids=tuple(stop_ids), seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
+            choice=generate.choice, arrival_s=generate.arrival_s)
+        return _Text(sequence, Detokenizer(vocab, ids, sampling.skip_special_tokens), StopStrings(sampling.stop))
+
+    def _prompt_ids(self, generate: Generate) -> list[int]:
+        prompt, vocab = generate.prompt, self.vocab
+        if isinstance(prompt, ChatPrompt):
+            ids = vocab.encode_chat(orjson.loads(prompt.messages_json), prompt.add_generation_prompt)
+        elif isinstance(prompt, str):
+            ids = vocab.encode(prompt)
+        else:
+            ids = list(prompt)
+            for token_id in ids:
+                if not 0 <= token_id < vocab.size:
+                    raise ParameterError("prompt", f"token id {token_id} is not in the vocabulary of {vocab.size}")
+        if not ids and vocab.bos_id is not None:
+            ids = [vocab.bos_id]
+        if not ids:
+            raise ParameterError(_prompt_field(generate), "is empty, and this model has no beginning-of-text token")
+        return ids
+
+    def _abort(self, abort: Abort) -> None:
+        task = self._encoding.pop(abort.request_id, None)
+        if task is not None:
+            task.cancel()
+            self.deliver([TextDelta(abort.request_id, finish="aborted")])
+        elif abort.request_id in self._texts:
+            self.scheduler.send(abort)          # its answer, a row with finish "aborted", ends the request here
+
+    def _decode(self, row: SequenceTokens) -> TextDelta | None:
+        state = self._texts.get(row.request_id)
+        if state is None:
+            return None                         # ended here by a stop string; the scheduler did not know yet
+        sampling = state.sequence.sampling
+        prompt_logprobs = self._prompt_logprobs(state, row)
+        prompt_ids = () if state.prompt_sent else state.sequence.token_ids
+        state.prompt_sent = True
+
+        token_ids, finish, stop_reason = row.token_ids, row.finish, self._stop_reason(state, row)
+        texts, cut = [], False
+        for index, token_id in enumerate(token_ids):
+            state.num_output_tokens += 1
+            if finish == "stop" and index == len(token_ids) - 1:
+                break                           # the stop token itself is no text
+            shown, stop = self._push(state, token_id)
+            texts.append(shown)
+            if stop is not None:
+                finish, stop_reason, token_ids = "stop", stop, token_ids[:index + 1]
+                cut = True
+                self.scheduler.send(Abort(row.request_id, "stop"))
+                break
+        if finish is not None and not cut:
+            tail, stop = state.stop_strings.push(state.detokenizer.flush())
+            texts.append(tail)
+            if stop is None:
+                texts.append(state.stop_strings.flush())
+            else:
+                finish, stop_reason = "stop", stop
+        if finish is not None:
+            del self._texts[row.request_id]
+        return TextDelta(
+            request_id=row.request_id, text="".join(texts), token_ids=token_ids,
+            logprobs=() if sampling.logprobs is None else tuple(
+                self._token_logprob(token_id, logprob, top) for token_id, logprob, top
+                in zip(token_ids, row.logprobs, row.top_logprobs, strict=False)),
+            prompt_logprobs=prompt_logprobs, prompt_token_ids=prompt_ids,
+            finish=finish, stop_reason=stop_reason, error=row.error,
+            error_field=_PROMPT if finish == "rejected" else "",
+            usage=None if finish is None else self._usage(state, row))
+
+    def _push(self, state: _Text, token_id: int) -> tuple[str, str | None]:
+        text = state.detokenizer.push((token_id,))
+        if state.num_output_tokens <= state.sequence.sampling.min_tokens:
+            return state.stop_strings.flush() + text, None      # stop strings count only after min_tokens
+        return state.stop_strings.push(text)
+
+    def _stop_reason(self, state: _Text, row: SequenceTokens) -> str | int | None:
+        """What a caller's own stop ended it by: the control token's string, or the id; None for end of sequence."""
+        if row.finish != "stop":
+            return None
+        sampling, stop_id = state.sequence.sampling, row.token_ids[-1]
+        for stop in sampling.stop:
+            if self.vocab.special_id(stop) == stop_id:
+                return stop
+        return stop_id if stop_id in sampling.stop_token_ids else None
+
+    def _prompt_logprobs(self, state: _Text, row: SequenceTokens) -> tuple[TokenLogprob, ...]:
+        if state.sequence.sampling.prompt_logprobs is None:
+            return ()
+        ids = state.sequence.token_ids
+        first = () if state.prompt_sent else (self._token_logprob(ids[0], NAN, ()),)    # nothing precedes it
+        return first + tuple(self._token_logprob(ids[position], logprob, top)
+                             for position, logprob, top in row.prompt_logprobs)
+
+    def _token_logprob(self, token_id: int, logprob: float, top: TopLogprobs) -> TokenLogprob:
+        vocab = self.vocab
+        return TokenLogprob(token_id, vocab.token_text(token_id), vocab.token_bytes(token_id), logprob,
+                            tuple(TokenLogprob(i, vocab.token_text(i), vocab.token_bytes(i), p) for i, p in top))
+
+    @staticmethod
+    def _usage(state: _Text, row: SequenceTokens) -> Usage:
+        cached = row.usage.num_cached_tokens if row.usage else 0
+        return Usage(len(state.sequence.token_ids), state.num_output_tokens, cached)
+
+
+_PROMPT = "prompt"
+
+
+def _prompt_field(generate: Generate) -> str:
+    return "messages" if isinstance(generate.prompt, ChatPrompt) else _PROMPT

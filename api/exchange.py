@@ -1,0 +1,180 @@
+"""One HTTP exchange: a bounded body in, the engine's deltas out, as events or as one document, in a dialect's words."""
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from actors.messages import TextDelta
+from actors.output import merge
+from actors.sampling_params import ParameterError, SamplingParams
+from api.engine import Engine, EngineDead, PromptInput, RequestFailed
+from api.errors import ApiError, bad_parameter, engine_dead, internal_error
+from api.metrics import CompletionTimer
+from api.schemas import ParsedModel, parse
+from api.service import Service
+from api.sse import ClientGone, deliver_merged, until_client_goes
+
+log = logging.getLogger("troupe.api")
+
+MAX_BODY_BYTES = 16 << 20
+PARSED_IN_LOOP_BYTES = 1 << 16                  # longer bodies are parsed in a thread: other requests go on
+
+EVENT_STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
+                        (b"x-accel-buffering", b"no")]
+
+Body = TypeVar("Body", bound=ParsedModel)
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One completion to ask of the engine."""
+    prompt: PromptInput
+    sampling: SamplingParams
+    choice: int = 0
+    add_generation_prompt: bool = True
+
+
+class Writer(Protocol):
+    """A dialect's side of an answer. `index` is a completion's place in the request's generations."""
+
+    def events(self, index: int, delta: TextDelta) -> bytes:
+        """What a stream says about `delta`; may be nothing."""
+
+    def last_events(self) -> bytes:
+        """The end of a stream, when all completions have ended."""
+
+    def error_event(self, error: ApiError) -> bytes:
+        """The end of a stream that failed."""
+
+    def document(self, completions: Sequence[TextDelta]) -> bytes:
+        """The answer as one document, of each completion's deltas merged."""
+
+
+async def read_body(request: Request) -> bytes:
+    """Raises: ApiError (413) as soon as the body is known to be too long."""
+    # The declared length is only a way to refuse early; what counts is what comes.
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared[:20]) > MAX_BODY_BYTES:
+        raise _too_long()
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise _too_long()
+    return bytes(body)
+
+
+def _too_long() -> ApiError:
+    return ApiError(413, f"The body is longer than {MAX_BODY_BYTES} bytes.", code="body_too_long")
+
+
+async def parse_body(request: Request, schema: type[Body]) -> Body:
+    """Raises: ApiError (400, 413); ClientDisconnect."""
+    body = await read_body(request)
+    if len(body) <= PARSED_IN_LOOP_BYTES:
+        return parse(body, schema)
+    return await asyncio.to_thread(parse, body, schema)
+
+
+class Reply:
+    """Runs the generations and sends their answer. When the client goes, all of them are aborted, waiting ones too."""
+
+    def __init__(self, service: Service, engine: Engine, generations: Sequence[Generation], writer: Writer,
+                 stream: bool) -> None:
+        arrival_s = time.monotonic()
+        self._service = service
+        self._engine = engine
+        self._generations = generations
+        self._writer = writer
+        self._stream = stream
+        self._timers = [CompletionTimer(service.metrics, arrival_s) for _ in generations]
+        self._num_unfinished = len(generations)
+        self._started = False                   # a stream's headers are out
+        self._deltas: list[list[TextDelta]] = [[] for _ in generations]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._service.open_request():
+            try:
+                await until_client_goes(receive, self._answer(scope, receive, send))
+            except ClientGone:
+                self._end_timers("abort")
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        streams = [self._engine.generate(generation.prompt, generation.sampling, choice=generation.choice,
+                                         add_generation_prompt=generation.add_generation_prompt)
+                   for generation in self._generations]
+
+        async def deliver(items: list[tuple[int, TextDelta]]) -> None:
+            self._observe(items)
+            if self._stream:
+                await self._send_events(send, items)
+            else:
+                for index, delta in items:
+                    self._deltas[index].append(delta)
+
+        try:
+            await deliver_merged(streams, deliver)
+        except ClientGone:
+            raise
+        except Exception as error:
+            told = self._told(error)
+            if not self._started:
+                raise told from None
+            # Status and headers are out: one event says what went wrong, and the stream ends.
+            await _send(send, {"type": "http.response.body", "body": self._writer.error_event(told)})
+            return
+        if not self._stream:
+            content = self._writer.document([merge(deltas) for deltas in self._deltas])
+            await Response(content, media_type="application/json")(scope, receive, send)
+
+    def _observe(self, items: list[tuple[int, TextDelta]]) -> None:
+        for index, delta in items:
+            if delta.finish is not None:
+                if delta.finish not in ("stop", "length"):
+                    raise RequestFailed(f"{delta.finish}: {delta.error}")
+                self._num_unfinished -= 1
+            self._timers[index].observe(delta)
+
+    async def _send_events(self, send: Send, items: list[tuple[int, TextDelta]]) -> None:
+        """One write for all that came at once."""
+        data = b"".join([self._writer.events(index, delta) for index, delta in items])
+        over = self._num_unfinished == 0
+        if over:
+            data += self._writer.last_events()
+        if not data:
+            return
+        if not self._started:
+            self._started = True
+            await _send(send, {"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
+        await _send(send, {"type": "http.response.body", "body": data, "more_body": not over})
+
+    def _told(self, error: Exception) -> ApiError:
+        """What the client learns of a failure."""
+        if isinstance(error, ParameterError):
+            return bad_parameter(error)
+        self._end_timers("error")
+        if isinstance(error, EngineDead):
+            return engine_dead()
+        log.error("a request failed: %s", error, exc_info=None if isinstance(error, RequestFailed) else error)
+        return internal_error()
+
+    def _end_timers(self, reason: str) -> None:
+        for timer in self._timers:
+            timer.end(reason)
+
+
+async def _send(send: Send, message: Message) -> None:
+    try:
+        await send(message)
+    except OSError:
+        # How servers of ASGI 2.4 and later say that the client is gone; earlier ones only say it through `receive`.
+        raise ClientGone from None
+

@@ -1,0 +1,29 @@
+"""What chat and completions have in common on the way down: a request's fields become sampling parameters."""
+from __future__ import annotations
+
+from typing import Any
+
+from actors.sampling_params import ParameterError, SamplingParams
+from api.engine import Engine
+from api.errors import bad_parameter
+from api.schemas import GenerationRequest
+
+_SAMPLING_FIELDS = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
+                    "stop_token_ids", "ignore_eos", "skip_special_tokens", "presence_penalty", "frequency_penalty",
+                    "repetition_penalty")
+
+
+def sampling_params(engine: Engine, request: GenerationRequest, **given: Any) -> SamplingParams:
+    """The request's own values, then the model's defaults, then OpenAI's.
+
+    given: what the endpoint has decided itself; None stays silent. Raises: ApiError (400).
+    """
+    values = {name: getattr(request, name) for name in _SAMPLING_FIELDS} | given
+    if request.logit_bias is not None:
+        values["logit_bias"] = tuple(request.logit_bias.items())
+    values = {name: tuple(value) if isinstance(value, list) else value
+              for name, value in values.items() if value is not None}
+    try:
+        return engine.default_sampling(**values)
+    except ParameterError as error:
+        raise bad_parameter(error) from None

@@ -1,0 +1,71 @@
+"""What chat and completions have in common on the way up: an answer's frame, usage, and how a token shows itself."""
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+import orjson
+
+from actors.messages import TextDelta, TokenLogprob
+from api.errors import ApiError
+from api.schemas import GenerationRequest
+from api.sse import DONE, event
+
+LOWEST_LOGPROB = -9999.0                        # JSON has no -inf
+
+
+class AnswerWriter:
+    """The frame round the choices of one answer. Usage counts a prompt once, whatever n is, and all completions."""
+
+    def __init__(self, request: GenerationRequest, model: str, id_prefix: str, chunk_kind: str,
+                 document_kind: str) -> None:
+        # NOTE: nothing inside is keyed by this id, nor by one that a client sent: two requests never share a key.
+        self._head = {"id": f"{id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._chunk_kind = chunk_kind
+        self._document_kind = document_kind
+        self.num_choices = request.num_choices
+        self._chunk_usage = {"usage": None} if request.include_usage else {}
+        self._num_prompt_tokens = self._num_cached_tokens = self._num_output_tokens = 0
+        self.with_token_ids = bool(request.return_token_ids)
+
+    def add_usage(self, index: int, completion: TextDelta) -> None:
+        """`index` counts prompts × choices; `completion` is its last delta, or all of it."""
+        usage = completion.usage
+        assert usage is not None, "the engine gives usage with a completion's end"
+        self._num_output_tokens += usage.num_output_tokens
+        if index % self.num_choices == 0:
+            self._num_prompt_tokens += usage.num_prompt_tokens
+            self._num_cached_tokens += usage.num_cached_tokens
+
+    def chunk(self, choice: dict[str, Any], **extra: Any) -> bytes:
+        return event({**self._head, "object": self._chunk_kind, "choices": [choice], **self._chunk_usage, **extra})
+
+    def last_events(self) -> bytes:
+        if not self._chunk_usage:
+            return DONE
+        return event({**self._head, "object": self._chunk_kind, "choices": [], "usage": self._usage()}) + DONE
+
+    def error_event(self, error: ApiError) -> bytes:
+        return b"data: " + error.body() + b"\n\n"
+
+    def answer(self, choices: list[dict[str, Any]], **extra: Any) -> bytes:
+        return orjson.dumps({**self._head, "object": self._document_kind, "choices": choices, "usage": self._usage(),
+                             **extra})
+
+    def _usage(self) -> dict[str, Any]:
+        return {"prompt_tokens": self._num_prompt_tokens, "completion_tokens": self._num_output_tokens,
+                "total_tokens": self._num_prompt_tokens + self._num_output_tokens,
+                "prompt_tokens_details": {"cached_tokens": self._num_cached_tokens}}
+
+
+def shown_logprob(logprob: float) -> float | None:
+    """None for nan: a prompt's first token has none."""
+    return None if logprob != logprob else max(logprob, LOWEST_LOGPROB)
+
+
+def shown_token(token: TokenLogprob) -> str:
+    r"""The token's text; "bytes:\xe2\x82" where it is no text by itself, so that two such tokens stay two."""
+    if "\ufffd" in token.text and token.text.encode() != token.raw:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.raw)
+    return token.text

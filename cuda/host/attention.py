@@ -1,0 +1,185 @@
+"""Causal attention over the paged KV cache, ragged rows, grouped queries, window and soft cap.
+
+An item is a run of positions of one sequence for the query heads of one kv head: together at most MAX_ROWS rows, which
+read each key and value once. Scores of all visible keys are kept in the thread's scratch; then come the softmax and the
+weighted sum of values. A row touches exactly its own keys, in ascending order, whatever the run: neither other
+rows' keys nor what lies in unused slots can reach it, not even as zero times NaN.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cuda.host.compilation import Kernel, inner
+from cuda.host.elementwise import load_up_to, store_up_to
+from cuda.host.matmul import multiply_pair
+from cuda.host.simd import (
+    LANES,
+    MAX_ROWS,
+    VECTOR_BYTES,
+    exp,
+    keep_lanes,
+    lane_max,
+    lane_sum,
+    load,
+    load_f32,
+    load_i32,
+    maximum,
+    real,
+    splat,
+    store,
+    store_f32,
+    tanh,
+    word,
+)
+from cuda.ops import BLOCK_SIZE
+
+assert BLOCK_SIZE == LANES, "a block of transposed keys is one vector wide"
+
+RUN_BYTES = 16                                  # a run in int32: first row, rows, position of the first, sequence
+
+
+def positions_per_run(group_size: int) -> int:
+    """Positions whose query heads of one kv head fill a register tile."""
+    return max(1, MAX_ROWS // group_size)
+
+
+def score_stride(max_keys: int) -> int:
+    """Bytes between rows of scores: whole pairs of blocks, and a vector so that rows do not share cache sets."""
+    return (-(-(max_keys + BLOCK_SIZE) // 32) * 32 + LANES) * 4
+
+
+def attention_scratch_bytes(head_dim: int, max_keys: int) -> int:
+    """Zeros and totals, then MAX_ROWS rows each of queries, sums and scores."""
+    return 3 * VECTOR_BYTES + MAX_ROWS * (2 * _row_bytes(head_dim) + score_stride(max_keys))
+
+
+def _row_bytes(head_dim: int) -> int:
+    """A row of queries or sums, in whole pairs of vectors."""
+    return -(-head_dim // 32) * 32 * 4
+
+
+@inner
+def add_values(rows: int, values: int, w_step: int, columns: int, scores: int, score_bytes: int, count: int,
+               sums: int, sum_bytes: int) -> None:
+    """sums [rows, columns] += scores [rows, count] V [count, columns]; `values` at the first key's row."""
+    for column in range(0, columns, 2 * LANES):
+        w = values + 4 * column
+        # The last vector may be single: its partner is computed twice, into the padding of the row.
+        partner = w + VECTOR_BYTES if column + LANES < columns else w
+        y = sums + 4 * column
+        multiply_pair(rows, w, partner, w_step, scores, score_bytes, count, y, sum_bytes, y, sum_bytes)
+
+
+@inner
+def softmax(scores: int, begin: int, end: int, scale: Any, softcap: Any) -> Any:
+    """Scores begin .. end - 1 become e^(s - max s), their neighbours up to whole vectors 0; returns the sum."""
+    first_vector = begin // LANES * LANES
+    factor, cap = splat(scale), splat(softcap)
+    lowest = np.float32(-np.inf)
+    top = splat(lowest)
+    for j in range(first_vector, end, LANES):
+        s = load(scores + 4 * j) * factor
+        if softcap != np.float32(0.0):
+            s = cap * tanh(s / cap)
+        s = keep_lanes(s, begin - j, end - j, lowest)
+        store(scores + 4 * j, s)
+        top = maximum(s, top)
+    top = splat(lane_max(top))
+    total = splat(np.float32(0.0))
+    for j in range(first_vector, end, LANES):
+        e = exp(load(scores + 4 * j) - top)
+        store(scores + 4 * j, e)
+        total = total + e
+    return lane_sum(total)
+
+
+def attend(arguments: int, first: int, last: int, scratch: int) -> None:
+    """Item: a run of positions, a kv head, and a part of its query heads where they are more than MAX_ROWS."""
+    qkv, qkv_stride, out, out_stride = word(arguments, 0), word(arguments, 1), word(arguments, 2), word(arguments, 3)
+    keys, values = word(arguments, 4), word(arguments, 5)
+    block_tables, table_bytes, runs = word(arguments, 6), word(arguments, 7), word(arguments, 8)
+    num_kv_heads, group_size, head_dim = word(arguments, 9), word(arguments, 10), word(arguments, 11)
+    window, score_bytes = word(arguments, 12), word(arguments, 13)
+    scale, softcap = real(arguments, 14), real(arguments, 15)
+
+    padded_dim = (head_dim + LANES - 1) // LANES * LANES
+    key_bytes, value_bytes = head_dim * VECTOR_BYTES, padded_dim * VECTOR_BYTES       # a block of one kv head
+    row_bytes = (head_dim + 31) // 32 * 32 * 4
+    zeros, totals = scratch, scratch + 2 * VECTOR_BYTES
+    queries = totals + VECTOR_BYTES
+    sums = queries + MAX_ROWS * row_bytes
+    scores = sums + MAX_ROWS * row_bytes
+    store(zeros, splat(np.float32(0.0)))
+    store(zeros + VECTOR_BYTES, splat(np.float32(0.0)))
+
+    num_parts = (group_size + MAX_ROWS - 1) // MAX_ROWS
+    for item in range(first, last):
+        run = runs + item // (num_kv_heads * num_parts) * RUN_BYTES
+        first_row, num_positions = load_i32(run), load_i32(run + 4)
+        position, table = load_i32(run + 8), block_tables + load_i32(run + 12) * table_bytes
+        kv_head, part = item // num_parts % num_kv_heads, item % num_parts
+        first_head = kv_head * group_size + group_size * part // num_parts
+        num_heads = kv_head * group_size + group_size * (part + 1) // num_parts - first_head
+        rows = num_positions * num_heads                        # row = position in the run, head
+
+        for row in range(rows):
+            source = qkv + (first_row + row // num_heads) * qkv_stride + (first_head + row % num_heads) * head_dim * 4
+            for d in range(0, head_dim, LANES):
+                store(queries + row * row_bytes + 4 * d, load_up_to(source + 4 * d, head_dim - d))
+                store(sums + row * row_bytes + 4 * d, splat(np.float32(0.0)))
+
+        # Scores of all keys that any row sees, in whole blocks; key numbers count from `origin`.
+        end = position + num_positions
+        origin = max(0, position + 1 - window) // BLOCK_SIZE * BLOCK_SIZE if window > 0 else 0
+        num_blocks = (end - origin + BLOCK_SIZE - 1) // BLOCK_SIZE
+        table += origin // BLOCK_SIZE * 4
+        for b in range(0, num_blocks, 2):
+            w = keys + (load_i32(table + 4 * b) * num_kv_heads + kv_head) * key_bytes
+            partner = w
+            if b + 1 < num_blocks:
+                partner = keys + (load_i32(table + 4 * (b + 1)) * num_kv_heads + kv_head) * key_bytes
+            multiply_pair(rows, w, partner, VECTOR_BYTES, queries, row_bytes, head_dim, zeros, 0,
+                          scores + b * VECTOR_BYTES, score_bytes)
+
+        for row in range(rows):
+            row_end = position + row // num_heads + 1 - origin
+            row_begin = max(0, row_end - window) if window > 0 else 0
+            total = softmax(scores + row * score_bytes, row_begin, row_end, scale, softcap)
+            store_f32(totals + 4 * row, total)
+
+        # Keys that all rows see go through one tile; before and after them each position has some of its own.
+        all_begin = max(0, end - window - origin) if window > 0 else 0
+        all_end = position + 1 - origin
+        for b in range(num_blocks):
+            block = values + (load_i32(table + 4 * b) * num_kv_heads + kv_head) * value_bytes
+            block_begin, block_end = b * BLOCK_SIZE, (b + 1) * BLOCK_SIZE
+            for p in range(num_positions):
+                row_end = position + p + 1 - origin
+                row_begin = max(0, row_end - window) if window > 0 else 0
+                begin, stop = max(block_begin, row_begin), min(block_end, row_end, all_begin)
+                if begin < stop:
+                    add_values(num_heads, block + (begin - block_begin) * padded_dim * 4, padded_dim * 4, padded_dim,
+                               scores + p * num_heads * score_bytes + 4 * begin, score_bytes, stop - begin,
+                               sums + p * num_heads * row_bytes, row_bytes)
+            begin, stop = max(block_begin, all_begin), min(block_end, all_end)
+            if begin < stop:
+                add_values(rows, block + (begin - block_begin) * padded_dim * 4, padded_dim * 4, padded_dim,
+                           scores + 4 * begin, score_bytes, stop - begin, sums, row_bytes)
+            for p in range(num_positions):
+                row_end = position + p + 1 - origin
+                begin, stop = max(block_begin, all_begin, all_end), min(block_end, row_end)
+                if begin < stop:
+                    add_values(num_heads, block + (begin - block_begin) * padded_dim * 4, padded_dim * 4, padded_dim,
+                               scores + p * num_heads * score_bytes + 4 * begin, score_bytes, stop - begin,
+                               sums + p * num_heads * row_bytes, row_bytes)
+
+        for row in range(rows):
+            target = out + (first_row + row // num_heads) * out_stride + (first_head + row % num_heads) * head_dim * 4
+            total = splat(load_f32(totals + 4 * row))
+            for d in range(0, head_dim, LANES):
+                store_up_to(target + 4 * d, load(sums + row * row_bytes + 4 * d) / total, head_dim - d)
+
+
+ATTEND = Kernel(attend, "qqqqqqqqqqqqqqdd")

@@ -1,0 +1,162 @@
+"""The command list of a step and the threads that run it together.
+
+Ops append commands while the model calls them; `CommandList.run` executes all of them, in order, without the
+interpreter lock. The items of a command are handed out to the threads by an atomic counter, a few at a time, and the
+next command begins when all items of this one are done. Which thread computes an item has no influence on its bits.
+
+NOTE: nobody waits for a thread, only for items: one that the system put to sleep, or that has not woken up yet, delays
+a command only if it holds items of it. A busy machine thus slows a step down by its share, not by a time slice a
+command.
+"""
+from __future__ import annotations
+
+import mmap
+import struct
+import threading
+import weakref
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from cuda.host.compilation import Kernel, entry_point, inner
+from cuda.host.simd import atomic_add, atomic_load, call, load_i64, pause, yield_thread
+
+COMMAND_BYTES = 256                             # a header and up to 29 argument words
+_HEADER = struct.Struct("=qqq")                 # function, items, items handed out at a time
+_HEADER_BYTES = _HEADER.size
+_COUNTER_WORDS = 16                             # two cache lines a command: items handed out; items done
+_SPINS = 2000                                   # waiting turns before a thread offers its core to others
+
+# The team's state, in words: the door, and on another cache line the job.
+_DOOR, _COMMANDS, _COUNT, _COUNTERS, _SCRATCH, _SCRATCH_BYTES = 0, 8, 9, 10, 11, 12
+_CLOSED = -(1 << 32)                            # the door counts the threads inside; below zero nobody enters
+
+
+def allocate(num_bytes: int) -> mmap.mmap:
+    """Zeroed memory that starts on a page; the system provides a page when it is first touched."""
+    return mmap.mmap(-1, max(num_bytes, 1))
+
+
+def address_of(memory: Any) -> int:
+    """Where the buffer of an object begins."""
+    return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
+
+
+@inner
+def _wait_until(address: int, goal: int) -> None:
+    spins = 0
+    while atomic_load(address) != goal:
+        spins += 1
+        pause()
+        if spins > _SPINS:
+            yield_thread()
+
+
+@inner
+def _run(team: int, thread: int) -> None:
+    command = load_i64(team + 8 * _COMMANDS)
+    counter = load_i64(team + 8 * _COUNTERS)
+    scratch = load_i64(team + 8 * _SCRATCH) + thread * load_i64(team + 8 * _SCRATCH_BYTES)
+    for _ in range(load_i64(team + 8 * _COUNT)):
+        function, items, share = load_i64(command), load_i64(command + 8), load_i64(command + 16)
+        done = counter + 4 * _COUNTER_WORDS
+        first = atomic_add(counter, share)
+        while first < items:
+            last = min(first + share, items)
+            call(function, command + _HEADER_BYTES, first, last, scratch)
+            atomic_add(done, last - first)
+            first = atomic_add(counter, share)
+        _wait_until(done, items)
+        command += COMMAND_BYTES
+        counter += 8 * _COUNTER_WORDS
+
+
+@entry_point("void(int64)")
+def _lead(team: int) -> None:
+    """The caller's part: open the door, work, close it, and wait for those inside."""
+    atomic_add(team + 8 * _DOOR, -_CLOSED)
+    _run(team, 0)
+    atomic_add(team + 8 * _DOOR, _CLOSED)
+    _wait_until(team + 8 * _DOOR, _CLOSED)
+
+
+@entry_point("void(int64, int64)")
+def _join(team: int, thread: int) -> None:
+    """A worker's part, if it comes in time."""
+    if atomic_add(team + 8 * _DOOR, 1) >= 0:
+        _run(team, thread)
+    atomic_add(team + 8 * _DOOR, -1)
+
+
+def _work(calls: SimpleQueue[bool], team: int, thread: int) -> None:
+    while calls.get():
+        _join(team, thread)
+
+
+class CommandList:
+    """Commands of one step, recorded by `add`, executed by `run`. Used by one thread."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = num_threads
+        self._scratch, self._scratch_bytes = allocate(0), 0
+        self._count = 0
+        self._reserve(1024)
+        memory = allocate(8 * 16)
+        self._team = np.frombuffer(memory, np.int64)
+        self._team[_DOOR] = _CLOSED
+        self._team_address = address_of(memory)
+        self._calls: list[SimpleQueue[bool]] = [SimpleQueue() for _ in range(1, num_threads)]
+        threads = [threading.Thread(target=_work, args=(calls, self._team_address, i), name=f"host-{i}", daemon=True)
+                   for i, calls in enumerate(self._calls, 1)]
+        for thread in threads:
+            thread.start()
+        self.close = weakref.finalize(self, _dismiss, self._calls, threads, memory)     # ends the threads
+
+    def _reserve(self, capacity: int) -> None:
+        """Room for `capacity` commands; those recorded stay."""
+        table = allocate(capacity * COMMAND_BYTES)
+        if self._count:
+            table[:len(self._table)] = self._table[:]
+        self._table, self._capacity = table, capacity
+        self._counters = np.frombuffer(allocate(capacity * 8 * _COUNTER_WORDS), np.int64).reshape(capacity, -1)
+        self._addresses = address_of(self._table), address_of(self._counters)
+
+    def add(self, kernel: Kernel, items: int, share: int, *arguments: float) -> None:
+        """Items 0 .. items - 1 of `kernel`, handed out `share` at a time."""
+        if self._count == self._capacity:
+            self._reserve(2 * self._capacity)
+        offset = self._count * COMMAND_BYTES
+        _HEADER.pack_into(self._table, offset, kernel.address, items, share)
+        kernel.arguments.pack_into(self._table, offset + _HEADER_BYTES, *arguments)
+        self._count += 1
+
+    def want_scratch(self, num_bytes: int) -> None:
+        """Each thread has at least `num_bytes` of its own at the next run."""
+        if num_bytes > self._scratch_bytes:
+            self._scratch_bytes = -(-num_bytes // 4096) * 4096
+            self._scratch = allocate(self._scratch_bytes * self.num_threads)
+
+    def clear(self) -> None:
+        """Forgets what was recorded."""
+        self._count = 0
+
+    def run(self) -> None:
+        """Executes what was recorded and forgets it."""
+        if not self._count:
+            return
+        commands, counters = self._addresses
+        self._counters[:self._count] = 0
+        self._team[_COMMANDS:_SCRATCH_BYTES + 1] = (commands, self._count, counters, address_of(self._scratch),
+                                                    self._scratch_bytes)
+        for calls in self._calls:
+            calls.put(True)
+        _lead(self._team_address)
+        self._count = 0
+
+
+def _dismiss(calls: list[SimpleQueue[bool]], threads: list[threading.Thread], _memory: mmap.mmap) -> None:
+    for queue in calls:
+        queue.put(False)
+    for thread in threads:
+        thread.join()

@@ -1,0 +1,140 @@
+"""Weights in the layout that `matmul.py` reads: strips of 16 outputs, each strip one run of memory.
+
+Vector k of a strip holds input k's 16 weights, one a lane. By kind:
+  AFFINE4   a group: 16 scales, 16 offsets (float32), then group / 2 rows of 16 bytes: k = 2j in the low nibbles of row
+            j, k = 2j + 1 in the high ones
+  AFFINE8   a group: 16 scales, 16 offsets, then group rows of 16 bytes
+  FLOAT32, FLOAT16, BFLOAT16   K rows of 16 numbers
+Strips come in pairs: missing outputs are zeros.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuda.host.commands import address_of, allocate
+from cuda.host.simd import LANES, VECTOR_BYTES
+from weights.quant import Affine, Dense, Linear, Weight
+
+AFFINE4, AFFINE8, FLOAT32, FLOAT16, BFLOAT16 = range(5)
+
+PAIR = 2 * LANES                                # outputs of a pair of strips
+GROUP_HEAD_BYTES = 2 * VECTOR_BYTES             # scales and offsets
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    kind: int
+    shape: tuple[int, int]                      # N, K
+    group: int                                  # of affine kinds; 0 for others
+    strip_bytes: int
+    memory: Any
+    address: int
+
+    @property
+    def num_pairs(self) -> int:
+        return -(-self.shape[0] // PAIR)
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_pairs * 2 * self.strip_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedLinear:
+    """Parts whose outputs lie one after the other."""
+    parts: tuple[PackedWeight, ...]
+    biases: tuple[NDArray[np.float32], ...]     # a part's, padded to whole pairs; zeros where there is none
+
+    @property
+    def out_features(self) -> int:
+        return sum(part.shape[0] for part in self.parts)
+
+    @property
+    def in_features(self) -> int:
+        return self.parts[0].shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
+def pack_weight(weight: Weight) -> PackedWeight:
+    return _pack_affine(weight) if isinstance(weight, Affine) else _pack_dense(weight)
+
+
+def pack_linear(linear: Linear, packed: dict[int, PackedWeight]) -> PackedLinear:
+    """packed: by `id`, weights that are packed already and shared (a tied head)."""
+    parts = tuple(packed.get(id(part)) or pack_weight(part) for part in _merge(linear.parts))
+    biases, first = [], 0
+    for part in parts:
+        bias = np.frombuffer(allocate(part.num_pairs * PAIR * 4), np.float32)
+        n = part.shape[0]
+        if linear.bias is not None:
+            bias[:n] = linear.bias[first:first + n]
+        biases.append(bias)
+        first += n
+    return PackedLinear(parts, tuple(biases))
+
+
+def _merge(parts: tuple[Weight, ...]) -> list[Weight]:
+    """Neighbours of one format as one weight: one command instead of several."""
+    merged: list[Weight] = [parts[0]]
+    for part in parts[1:]:
+        last = merged[-1]
+        if isinstance(part, Affine) and isinstance(last, Affine) and (part.bits, part.group) == (last.bits, last.group):
+            merged[-1] = Affine(np.concatenate([last.codes, part.codes]), np.concatenate([last.scale, part.scale]),
+                                np.concatenate([last.offset, part.offset]), part.bits, part.group)
+        elif (isinstance(part, Dense) and isinstance(last, Dense)
+              and (part.data.dtype, part.is_bf16) == (last.data.dtype, last.is_bf16)):
+            merged[-1] = Dense(np.concatenate([last.data, part.data]), part.is_bf16)
+        else:
+            merged.append(part)
+    return merged
+
+
+def _allocate_strips(num_outputs: int, strip_bytes: int) -> tuple[Any, NDArray[np.uint8]]:
+    num_strips = 2 * -(-num_outputs // PAIR)
+    memory = allocate(num_strips * strip_bytes)
+    return memory, np.frombuffer(memory, np.uint8).reshape(num_strips, strip_bytes)
+
+
+def _strips(rows: NDArray[Any]) -> NDArray[Any]:
+    """[N, X] -> [N / 16 rounded up, 16, X], filled up with zeros."""
+    missing = -len(rows) % LANES
+    if missing:
+        rows = np.concatenate([rows, np.zeros((missing, rows.shape[1]), rows.dtype)])
+    return rows.reshape(-1, LANES, rows.shape[1])
+
+
+def _pack_affine(weight: Affine) -> PackedWeight:
+    n, k = weight.shape
+    num_groups, row_bytes = k // weight.group, weight.group * weight.bits // 8
+    group_bytes = GROUP_HEAD_BYTES + row_bytes * LANES
+    memory, strips = _allocate_strips(n, num_groups * group_bytes)
+    num_strips = -(-n // LANES)
+    groups = strips[:num_strips].reshape(num_strips, num_groups, group_bytes)
+    head = groups[:, :, :GROUP_HEAD_BYTES].view(np.float32)                                    # [strips, groups, 32]
+    head[:, :, :LANES] = _strips(weight.scale).transpose(0, 2, 1)
+    head[:, :, LANES:] = _strips(weight.offset).transpose(0, 2, 1)
+    codes = _strips(weight.codes).reshape(num_strips, LANES, num_groups, row_bytes)
+    rows = groups[:, :, GROUP_HEAD_BYTES:].reshape(num_strips, num_groups, row_bytes, LANES)
+    np.copyto(rows, codes.transpose(0, 2, 3, 1))
+    kind = AFFINE4 if weight.bits == 4 else AFFINE8
+    return PackedWeight(kind, (n, k), weight.group, strips.shape[1], memory, address_of(memory))
+
+
+def _pack_dense(weight: Dense) -> PackedWeight:
+    n, k = weight.shape
+    if weight.is_bf16:
+        kind, dtype = BFLOAT16, np.dtype(np.uint16)
+    else:
+        kind, dtype = (FLOAT16 if weight.data.dtype == np.float16 else FLOAT32), weight.data.dtype
+    assert dtype in (np.uint16, np.float16, np.float32), f"a dense weight of {dtype}"
+    memory, strips = _allocate_strips(n, k * LANES * dtype.itemsize)
+    num_strips = -(-n // LANES)
+    np.copyto(strips[:num_strips].view(dtype).reshape(num_strips, k, LANES), _strips(weight.data).transpose(0, 2, 1))
+    return PackedWeight(kind, (n, k), 0, strips.shape[1], memory, address_of(memory))

@@ -1,0 +1,26 @@
+"""What tools share that talk either to a server (`--url`) or to an engine of their own."""
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Collection
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, TypeAlias
+
+from tools.engine_args import add_engine_args
+
+if TYPE_CHECKING:
+    from api.engine import Engine
+
+EngineFactory: TypeAlias = Callable[..., AbstractAsyncContextManager["Engine"]]      # Engine.start
+
+# Seconds. At Python's default of 5 ms the engine's thread would wait that long, each step, for a busy loop here.
+SWITCH_INTERVAL_S = 2e-4
+
+
+def reject_engine_args(args: argparse.Namespace, allowed: Collection[str]) -> None:
+    """Raises: ValueError where a flag of the engine, but those `allowed`, was given although `--url` names a server."""
+    defaults = argparse.ArgumentParser()
+    add_engine_args(defaults)
+    for name, default in vars(defaults.parse_args([])).items():
+        if name not in allowed and getattr(args, name) != default:
+            raise ValueError(f"--{name.replace('_', '-')} is a setting of the engine and cannot be used with --url")
