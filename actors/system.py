@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from actors.executor import Executor
@@ -97,7 +98,6 @@ class System:
         self.start_up = StartUp(progress or (lambda line: None))
         self.output = OutputRouter()
         self.ready: Future[None] = Future()
-        self.ended: Future[None] = Future()         # set when the thread is over; an exception says why
         self._thread = threading.Thread(target=self._run_thread, name="troupe-engine", daemon=True)
 
     def start(self) -> None:
@@ -105,7 +105,7 @@ class System:
 
     def post(self, message: Generate | Abort) -> None:
         """To the tokenizer; harmless when the engine is over."""
-        if not self.ended.done():
+        with suppress(RuntimeError):            # the loop is closed; the router says why to open requests
             self.tokenizer.inbox.send_threadsafe(message)
 
     def abort(self, request_id: str) -> None:
@@ -114,9 +114,13 @@ class System:
             self.post(Abort(request_id, "aborted"))
 
     def stop(self) -> None:
-        """End the thread; open requests get EngineDead through the router."""
-        if self.ready.done() and not self.ended.done():
+        """End the thread, once it is ready; open requests hear of it through the router."""
+        with suppress(RuntimeError):            # closed already
             self._loop.call_soon_threadsafe(self._stop.set)
+
+    def join(self) -> None:
+        """After `stop`."""
+        self._thread.join()
 
     def _run_thread(self) -> None:
         try:
@@ -128,10 +132,8 @@ class System:
             else:
                 log.error("the engine ended: %s", cause)
             self.output.fail_all(cause)
-            self.ended.set_exception(cause)
         else:
             self.output.fail_all(RuntimeError("the engine was stopped"))
-            self.ended.set_result(None)
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -165,7 +167,8 @@ class System:
                                                        asyncio.to_thread(self._timed_vocab, model))
         pool_groups = tuple(Group(n, group.window) for n, group in zip(self.sizes.num_blocks, self.groups, strict=True))
         self.pool = KVPool(BlockPool(pool_groups), check=config.check_integrity)
-        self.tokenizer = Tokenizer(self.vocab, self.sizes.max_model_len, scheduler_inbox, self.output.deliver)
+        self.tokenizer = Tokenizer(self.vocab, self.sizes.max_model_len, scheduler_inbox, self.output.deliver,
+                                   config.seed)
         policy = SchedulerPolicy(SchedulerConfig(
             max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.sizes.max_model_len, groups=pool_groups))

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
+import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -49,11 +49,13 @@ class Tokenizer:
     """Runs on the engine's loop. `deliver` takes a step's deltas to the callers."""
 
     def __init__(self, vocab: Vocab, max_model_len: int, scheduler: Mailbox[SchedulerMessage],
-                 deliver: Callable[[Sequence[TextDelta]], None]) -> None:
+                 deliver: Callable[[Sequence[TextDelta]], None], seed: int | None = None) -> None:
+        """seed: where the seeds of requests without one come from; None: the system's randomness."""
         self.vocab = vocab
         self.max_model_len = max_model_len
         self.scheduler = scheduler
         self.deliver = deliver
+        self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
         self.inbox: Mailbox[Generate | Abort | NewTokens] = Mailbox()
         self._encoding: dict[str, asyncio.Task[None]] = {}
         self._texts: dict[str, _Text] = {}
@@ -84,7 +86,7 @@ class Tokenizer:
         try:
             text = await asyncio.get_running_loop().run_in_executor(self._pool, self._encode, generate)
         except ValueError as error:
-            field_name = error.field if isinstance(error, ParameterError) else "prompt"
+            field_name = error.field if isinstance(error, ParameterError) else _prompt_field(generate)
             self.deliver([TextDelta(request_id, finish="rejected", error=str(error), error_field=field_name)])
         except Exception:
             log.exception("encoding of request %s failed", request_id)
@@ -112,7 +114,7 @@ class Tokenizer:
                                   *sampling.stop_token_ids, *special_stops.values()))
         sequence = NewSequence(
             request_id=generate.request_id, token_ids=tuple(ids), sampling=sampling, max_tokens=max_tokens,
-            stop_ids=tuple(stop_ids), seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
+            stop_ids=tuple(stop_ids), seed=self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed,
             choice=generate.choice, arrival_s=generate.arrival_s)
         return _Text(sequence, Detokenizer(vocab, ids, sampling.skip_special_tokens), StopStrings(sampling.stop))
 
@@ -179,7 +181,7 @@ class Tokenizer:
                 in zip(token_ids, row.logprobs, row.top_logprobs, strict=False)),
             prompt_logprobs=prompt_logprobs, prompt_token_ids=prompt_ids,
             finish=finish, stop_reason=stop_reason, error=row.error,
-            error_field=_PROMPT if finish == "rejected" else "",
+            error_field="prompt" if finish == "rejected" else "",
             usage=None if finish is None else self._usage(state, row))
 
     def _push(self, state: _Text, token_id: int) -> tuple[str, str | None]:
@@ -217,8 +219,5 @@ class Tokenizer:
         return Usage(len(state.sequence.token_ids), state.num_output_tokens, cached)
 
 
-_PROMPT = "prompt"
-
-
 def _prompt_field(generate: Generate) -> str:
-    return "messages" if isinstance(generate.prompt, ChatPrompt) else _PROMPT
+    return "messages" if isinstance(generate.prompt, ChatPrompt) else "prompt"

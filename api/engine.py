@@ -103,11 +103,13 @@ class Engine:
         system = System(EngineConfig(model=model, **config), progress)
         system.start()
         try:
-            await asyncio.wrap_future(system.ready)
+            await asyncio.shield(asyncio.wrap_future(system.ready))
             yield cls(system)
         finally:
-            system.stop()
-            await asyncio.shield(_ended(system))
+            if system.ready.done():             # while it still loads its thread, a daemon, is left to itself
+                if system.ready.exception() is None:
+                    system.stop()
+                await asyncio.shield(asyncio.to_thread(system.join))
 
     async def generate(self, prompt: PromptInput, sampling: SamplingParams | None = None, *, choice: int = 0,
                        add_generation_prompt: bool = True) -> AsyncIterator[TextDelta]:
@@ -204,12 +206,6 @@ def _prompt(prompt: PromptInput, add_generation_prompt: bool) -> Prompt:
 
 def _without_field(delta: TextDelta) -> str:
     return delta.error.removeprefix(f"{delta.error_field}: ")
-
-
-async def _ended(system: System) -> None:
-    if system.ready.done() and system.ready.exception() is not None:
-        return
-    await asyncio.wait([asyncio.wrap_future(system.ended)])
 
 
 def _info(system: System) -> EngineInfo:

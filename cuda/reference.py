@@ -51,7 +51,7 @@ class ReferenceOps:
 
     def embed(self, token_ids: Ints, table: Weight, scale: float) -> Floats:
         assert isinstance(table, Dense)
-        rows: Floats = (table.data[token_ids] * scale).astype(np.float32)                       # [T, C]
+        rows: Floats = table.data[token_ids].astype(np.float32) * np.float32(scale)             # [T, C]
         return rows
 
     def rms_norm(self, x: Floats, weight: Floats, eps: float, add: Floats | None = None) -> Floats:

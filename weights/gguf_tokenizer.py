@@ -71,8 +71,11 @@ def _byte_level_bpe(file: Gguf, vocab: dict[str, int]) -> Tokenizer:
     if name not in _PRE_TOKENIZERS:
         raise ValueError(f"{file.path}: tokenizer.ggml.pre {name!r} is not a known pre-tokenizer "
                          f"({', '.join(_PRE_TOKENIZERS)} are)")
+    ranked = file.get_strings("tokenizer.ggml.merges")
+    if ranked is None:
+        raise ValueError(f"{file.path}: metadata key tokenizer.ggml.merges is missing")
     merges = []
-    for merge in file.get_strings("tokenizer.ggml.merges") or []:
+    for merge in ranked:
         left, _, right = merge.partition(" ")
         merges.append((left, right))
     tokenizer = Tokenizer(_bpe(file, vocab, merges, ignore_merges=name in _LLAMA3))

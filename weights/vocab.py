@@ -267,7 +267,9 @@ class Detokenizer:
             if len(data) >= 3:
                 break
         _, num_decoded = codecs.utf_8_decode(data, "replace", False)
-        return data[num_decoded:]
+        begun = data[num_decoded:]
+        # NOTE: Python also waits for a third byte of what would be a surrogate, which is no character.
+        return begun if begun[:1] != b"\xed" or len(begun) == 1 or begun[1] < 0xA0 else b""
 
 
 def _unused_private_characters(messages: list[Message]) -> Iterator[str]:

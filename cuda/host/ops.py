@@ -1,0 +1,348 @@
+"""The `Ops` contract on the processor: every op appends a command, `finish` runs them all on a few threads."""
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuda.host import elementwise
+from cuda.host.attention import ATTEND, RUN_BYTES, attention_scratch_bytes, positions_per_run, score_stride
+from cuda.host.commands import CommandList, address_of, allocate
+from cuda.host.compilation import Kernel
+from cuda.host.cores import num_physical_cores
+from cuda.host.matmul import LINEAR, matmul_scratch_bytes
+from cuda.host.pack import PackedLinear, pack_linear, pack_weight
+from cuda.host.simd import LANES, MAX_ROWS
+from cuda.host.workspace import Buffer, new_buffer
+from cuda.ops import BLOCK_SIZE, Batch, Ints, KVGroupSpec
+from weights.load import LayerWeights, ModelWeights
+from weights.quant import Linear
+from weights.spec import ModelSpec, RopeSpec
+
+log = logging.getLogger("troupe.host")
+
+Floats = NDArray[np.float32]
+
+_ACTIVATIONS = {"silu": elementwise.SILU, "gelu_tanh": elementwise.GELU_TANH}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class HostKVCache:
+    """Of a group. Keys lie transposed in their block, so that 16 scores are one vector."""
+    group: KVGroupSpec
+    keys: Floats                                # [layers, N, G, D, B]
+    values: Floats                              # [layers, N, G, B, D rounded up to 16]
+    num_blocks: int
+    key_addresses: tuple[int, ...]              # of each layer
+    value_addresses: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _RopeTable:
+    memory: Any
+    address: int
+    half: int                                   # angles a position
+    padded: int                                 # the same in whole vectors
+
+
+class HostOps:
+    """See `cuda.ops.Ops`. All arithmetic is float32; results do not depend on the number of threads."""
+
+    name = "host"
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        """num_threads: by default the physical cores that this process may use."""
+        self.num_threads = num_physical_cores() if num_threads is None else num_threads
+        if self.num_threads < 1:
+            raise ValueError(f"num_threads must be at least 1, not {num_threads}")
+        self._commands = CommandList(self.num_threads)
+        self._buffers: dict[int, list[Buffer]] = {}             # by columns
+        self._logits: Buffer | None = None
+        # Where arrays are: (address, bytes between rows) by `id`, of weights and of the workspace's views, which live
+        # as long as their entries, and of other arrays of this step, kept alive with theirs.
+        self._places: dict[int, tuple[int, int]] = {}
+        self._step_places: dict[int, tuple[int, int, Any]] = {}
+        self._weights: list[Floats] = []
+        self._rope_tables: dict[int, tuple[RopeSpec, _RopeTable]] = {}      # by id of the spec
+
+    # ---- Start
+
+    def prepare(self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, max_position: int) -> ModelWeights:
+        # The workspace grows to the largest step seen; only pages that a step touches take memory.
+        self.spec, self.max_position = spec, max_position
+        begin_s = time.perf_counter()
+        for kernel in self._kernels(spec):
+            kernel.address
+        log.info("host kernels ready in %.1f s, %d threads", time.perf_counter() - begin_s, self.num_threads)
+        for layer in spec.layers:
+            if layer.rope is not None:
+                self._rope_table(layer.rope)
+
+        embed = pack_weight(weights.embed)
+        shared = {id(weights.embed): embed}
+        max_inputs = 0
+
+        def linear(projection: Linear) -> Any:
+            nonlocal max_inputs
+            max_inputs = max(max_inputs, projection.in_features)
+            return pack_linear(projection, shared)
+
+        def vector(weight: Floats | None) -> Any:
+            return None if weight is None else self._keep(weight)
+
+        def block(layer: LayerWeights) -> LayerWeights:
+            return LayerWeights(
+                attn_norm=vector(layer.attn_norm), qkv=linear(layer.qkv), o=linear(layer.o),
+                ffn_norm=vector(layer.ffn_norm), gate_up=linear(layer.gate_up), down=linear(layer.down),
+                q_norm=vector(layer.q_norm), k_norm=vector(layer.k_norm),
+                attn_post_norm=vector(layer.attn_post_norm), ffn_post_norm=vector(layer.ffn_post_norm))
+
+        packed: Any = embed
+        prepared = ModelWeights(packed, tuple(block(layer) for layer in weights.layers), vector(weights.norm),
+                                linear(weights.head))
+        self._commands.want_scratch(matmul_scratch_bytes(max_inputs))
+        return prepared
+
+    def _kernels(self, spec: ModelSpec) -> Iterator[Kernel]:
+        yield from (elementwise.EMBED, elementwise.RMS_NORM, LINEAR, elementwise.ROPE, elementwise.STORE_KV, ATTEND,
+                    elementwise.GATED, elementwise.TAKE_ROWS)
+        if spec.final_softcap is not None:
+            yield elementwise.SOFTCAP
+
+    def _keep(self, weight: Floats) -> Floats:
+        """A copy that stays, its place known."""
+        copy = np.array(weight, np.float32, order="C")
+        self._weights.append(copy)
+        self._places[id(copy)] = address_of(copy), 0
+        return copy
+
+    def _rope_table(self, rope: RopeSpec) -> _RopeTable:
+        known = self._rope_tables.get(id(rope))
+        if known is not None:
+            return known[1]
+        for spec, table in self._rope_tables.values():
+            if spec == rope:
+                break
+        else:
+            table = self._new_rope_table(rope)
+        self._rope_tables[id(rope)] = rope, table
+        return table
+
+    def _new_rope_table(self, rope: RopeSpec) -> _RopeTable:
+        half = len(rope.inv_freq)
+        padded = -(-half // LANES) * LANES
+        memory = allocate(self.max_position * 2 * padded * 4)
+        rows = np.frombuffer(memory, np.float32).reshape(self.max_position, 2, padded)
+        angles = np.arange(self.max_position)[:, None] * np.asarray(rope.inv_freq, np.float64)
+        rows[:, 0, :half] = np.cos(angles) * rope.attention_factor
+        rows[:, 1, :half] = np.sin(angles) * rope.attention_factor
+        return _RopeTable(memory, address_of(memory), half, padded)
+
+    def allocate_kv(self, group: KVGroupSpec, num_blocks: int) -> HostKVCache:
+        assert group.k_dim == group.v_dim == self.spec.head_dim, "k and v are rows of one projection here"
+        num_layers, padded = len(group.layers), -(-group.v_dim // LANES) * LANES
+        shapes = ((num_layers, num_blocks, group.kv_heads, group.k_dim, BLOCK_SIZE),
+                  (num_layers, num_blocks, group.kv_heads, BLOCK_SIZE, padded))
+        keys, values = (np.frombuffer(allocate(int(np.prod(shape)) * 4), np.float32).reshape(shape)
+                        for shape in shapes)
+        return HostKVCache(group, keys, values, num_blocks,
+                           tuple(address_of(layer) for layer in keys), tuple(address_of(layer) for layer in values))
+
+    def close(self) -> None:
+        self._commands.close()
+
+    # ---- Where things are
+
+    def _place(self, x: Floats) -> tuple[int, int]:
+        """Address and bytes between rows."""
+        known = self._places.get(id(x))
+        if known is not None:
+            return known
+        other = self._step_places.get(id(x))
+        if other is None:
+            assert x.dtype == np.float32 and x.strides[-1] == 4, "rows of float32"
+            other = self._step_places[id(x)] = x.__array_interface__["data"][0], x.strides[0], x
+        return other[0], other[1]
+
+    def _ints(self, numbers: Ints, limit: int, what: str) -> tuple[int, int]:
+        """Address and bytes between rows of an array of int32, each checked to be from 0 to `limit` - 1."""
+        known = self._step_places.get(id(numbers))
+        if known is None:
+            # NOTE: native code reads and writes at these numbers without looking.
+            assert not numbers.size or 0 <= numbers.min() <= numbers.max() < limit, f"{what} outside 0..{limit - 1}"
+            array = np.ascontiguousarray(numbers, np.int32)
+            address = array.__array_interface__["data"][0]
+            known = self._step_places[id(numbers)] = address, array.strides[0], (numbers, array)
+        return known[0], known[1]
+
+    def _new(self, rows: int, columns: int) -> tuple[Floats, int, int]:
+        """An array of the workspace [rows, columns] and its place."""
+        buffers = self._buffers.setdefault(columns, [])
+        for buffer in buffers:
+            if not buffer.in_use():
+                if buffer.view.shape[0] == rows:
+                    return buffer.view, buffer.address, buffer.stride
+                del self._places[id(buffer.view)]
+                if rows * buffer.stride <= len(buffer.memory):
+                    buffer.resize(rows, columns)
+                else:
+                    buffers.remove(buffer)
+                    buffer = new_buffer(rows, columns)
+                    buffers.append(buffer)
+                break
+        else:
+            buffer = new_buffer(rows, columns)
+            buffers.append(buffer)
+        self._places[id(buffer.view)] = buffer.address, buffer.stride
+        return buffer.view, buffer.address, buffer.stride
+
+    def _rows_at_a_time(self, items: int) -> int:
+        return max(1, items // (8 * self.num_threads))
+
+    # ---- A step
+
+    def begin(self, batch: Batch) -> None:
+        self._batch = batch
+        self._step_places.clear()
+        self._commands.clear()
+        self._runs: NDArray[np.int32] | None = None
+
+    def finish(self) -> None:
+        self._commands.run()
+
+    def embed(self, token_ids: Ints, table: Any, scale: float) -> Floats:
+        num_tokens, columns = len(token_ids), table.shape[1]
+        ids, _ = self._ints(token_ids, table.shape[0], "token ids")
+        y, address, stride = self._new(num_tokens, columns)
+        self._commands.add(elementwise.EMBED, num_tokens, self._rows_at_a_time(num_tokens), ids, table.kind,
+                           table.group, table.address, table.strip_bytes, columns, address, stride, scale)
+        return y
+
+    def rms_norm(self, x: Floats, weight: Floats, eps: float, add: Floats | None = None) -> Floats:
+        rows, columns = x.shape
+        x_address, x_stride = self._place(x)
+        add_address, add_stride = (0, 0) if add is None else self._place(add)
+        y, address, stride = self._new(rows, columns)
+        self._commands.add(elementwise.RMS_NORM, rows, self._rows_at_a_time(rows), x_address, x_stride, add_address,
+                           add_stride, address, stride, self._place(weight)[0], columns, eps)
+        return y
+
+    def linear(self, x: Floats, weight: Any) -> Floats:
+        y, address, stride = self._new(x.shape[0], weight.out_features)
+        self._multiply(x, weight, address, stride)
+        return y
+
+    def _multiply(self, x: Floats, weight: PackedLinear, y: int, y_stride: int) -> None:
+        rows, in_features = x.shape
+        assert in_features == weight.in_features, f"{in_features} inputs for a weight of {weight.in_features}"
+        x_address, x_stride = self._place(x)
+        for part, bias in zip(weight.parts, weight.bias_addresses, strict=True):
+            pairs = part.num_pairs
+            # A pair for many rows is long; for few rows several are handed out together.
+            share = 1 if rows > 4 else max(1, min(8, pairs // (16 * self.num_threads)))
+            self._commands.add(LINEAR, pairs if rows else 0, share, x_address, x_stride, y, y_stride, rows,
+                               in_features, part.shape[0], part.kind, part.group, part.address, part.strip_bytes, bias)
+            y += 4 * part.shape[0]
+
+    def rope(self, qkv: Floats, positions: Ints, rope: RopeSpec | None,
+             q_norm: Floats | None, k_norm: Floats | None, eps: float) -> None:
+        if rope is None and q_norm is None and k_norm is None:
+            return
+        spec, rows = self.spec, len(qkv)
+        address, stride = self._place(qkv)
+        table, half, padded = 0, 0, 0
+        if rope is not None:
+            found = self._rope_table(rope)
+            table, half, padded = found.address, found.half, found.padded
+        self._commands.add(elementwise.ROPE, rows, self._rows_at_a_time(rows), address, stride,
+                           self._ints(positions, self.max_position, "positions")[0], table, half, padded,
+                           0 if q_norm is None else self._place(q_norm)[0],
+                           0 if k_norm is None else self._place(k_norm)[0],
+                           spec.num_heads, spec.num_kv_heads, spec.head_dim, eps)
+
+    def store_kv(self, qkv: Floats, cache: HostKVCache, layer: int, slot_mapping: Ints) -> None:
+        spec, rows = self.spec, len(qkv)
+        address, stride = self._place(qkv)
+        slots, _ = self._ints(slot_mapping, cache.num_blocks * BLOCK_SIZE, "slots")
+        self._commands.add(elementwise.STORE_KV, rows, self._rows_at_a_time(rows), address, stride, slots,
+                           cache.key_addresses[layer], cache.value_addresses[layer], spec.num_heads,
+                           spec.num_kv_heads, spec.head_dim, cache.values.shape[-1])
+
+    def attend(self, qkv: Floats, cache: HostKVCache, layer: int, block_table: Ints, scale: float,
+               window: int | None, softcap: float | None) -> Floats:
+        spec, batch = self.spec, self._batch
+        group_size = spec.num_heads // spec.num_kv_heads
+        if self._runs is None:
+            self._runs = _runs(batch, positions_per_run(group_size))
+            self._max_keys = int(batch.seq_lens.max(initial=0))
+        runs, _ = self._ints(self._runs, 1 << 31, "runs")
+        tables, table_stride = self._ints(block_table, cache.num_blocks, "block ids")
+        max_keys = self._max_keys
+        if window is not None:
+            max_keys = min(max_keys, window + positions_per_run(group_size))
+        self._commands.want_scratch(attention_scratch_bytes(spec.head_dim, max_keys))
+        address, stride = self._place(qkv)
+        y, y_address, y_stride = self._new(len(qkv), spec.num_heads * spec.head_dim)
+        parts = -(-group_size // MAX_ROWS)
+        self._commands.add(ATTEND, len(self._runs) * spec.num_kv_heads * parts, 1, address, stride, y_address,
+                           y_stride, cache.key_addresses[layer], cache.value_addresses[layer], tables, table_stride,
+                           runs, spec.num_kv_heads, group_size, spec.head_dim, window or 0, score_stride(max_keys),
+                           scale, softcap or 0.0)
+        return y
+
+    def gated(self, gate_up: Floats, activation: str) -> Floats:
+        rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
+        address, stride = self._place(gate_up)
+        y, y_address, y_stride = self._new(rows, columns)
+        items = rows * -(-columns // elementwise.COLUMNS)
+        self._commands.add(elementwise.GATED, items, self._rows_at_a_time(items), address, stride, y_address, y_stride,
+                           columns, _ACTIVATIONS[activation])
+        return y
+
+    def take_rows(self, x: Floats, rows: Ints) -> Floats:
+        address, stride = self._place(x)
+        numbers, _ = self._ints(rows, len(x), "rows")
+        y, y_address, y_stride = self._new(len(rows), x.shape[1])
+        self._commands.add(elementwise.TAKE_ROWS, len(rows), self._rows_at_a_time(len(rows)), address, stride, numbers,
+                           y_address, y_stride, x.shape[1])
+        return y
+
+    def logits(self, x: Floats, head: Any, softcap: float | None) -> Floats:
+        rows, columns = len(x), head.out_features
+        buffer = self._logits
+        if buffer is None or rows * buffer.stride > len(buffer.memory) or buffer.view.shape[1] != columns:
+            buffer = self._logits = new_buffer(rows, columns)
+        buffer.resize(rows, columns)
+        self._multiply(x, head, buffer.address, buffer.stride)
+        if softcap is not None:
+            items = rows * -(-columns // elementwise.COLUMNS)
+            self._commands.add(elementwise.SOFTCAP, items, self._rows_at_a_time(items), buffer.address, buffer.stride,
+                               columns, softcap)
+        return buffer.view
+
+    def all_reduce(self, x: Floats) -> Floats:
+        return x
+
+    def copy_blocks(self, cache: HostKVCache, pairs: Ints) -> None:
+        # At once: no command of a step is outstanding between steps. In order: a destination may be a later source.
+        for source, destination in pairs:
+            cache.keys[:, destination] = cache.keys[:, source]
+            cache.values[:, destination] = cache.values[:, source]
+
+
+def _runs(batch: Batch, num_positions: int) -> NDArray[np.int32]:
+    """Each sequence's rows in runs of `num_positions` at most: first row, rows, position of the first, sequence."""
+    starts = batch.query_start_loc
+    num_runs = -(-np.diff(starts) // num_positions)                                             # [S]
+    sequence = np.repeat(np.arange(len(num_runs), dtype=np.int32), num_runs)
+    nth = np.arange(len(sequence), dtype=np.int32) - np.repeat(np.cumsum(num_runs) - num_runs, num_runs)
+    first = starts[sequence] + nth * num_positions
+    rows = np.minimum(num_positions, starts[sequence + 1] - first)
+    runs = np.stack([first, rows, batch.positions[first], sequence], axis=1).astype(np.int32)   # [runs, 4]
+    assert runs.strides[0] == RUN_BYTES, "the layout that attention reads"
+    return runs

@@ -48,6 +48,7 @@ class PackedLinear:
     """Parts whose outputs lie one after the other."""
     parts: tuple[PackedWeight, ...]
     biases: tuple[NDArray[np.float32], ...]     # a part's, padded to whole pairs; zeros where there is none
+    bias_addresses: tuple[int, ...]
 
     @property
     def out_features(self) -> int:
@@ -77,7 +78,7 @@ def pack_linear(linear: Linear, packed: dict[int, PackedWeight]) -> PackedLinear
             bias[:n] = linear.bias[first:first + n]
         biases.append(bias)
         first += n
-    return PackedLinear(parts, tuple(biases))
+    return PackedLinear(parts, tuple(biases), tuple(address_of(bias) for bias in biases))
 
 
 def _merge(parts: tuple[Weight, ...]) -> list[Weight]:

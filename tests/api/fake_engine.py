@@ -77,6 +77,7 @@ class FakeEngine(Recorder):
         sampling = sampling or self.default_sampling()
         call = Call(prompt, sampling, choice)
         self.calls.append(call)
+        self.note()
         try:
             self._check_alive()
             text, ids = self._encode(prompt, sampling)
@@ -165,7 +166,8 @@ class FakeEngine(Recorder):
             raise ParameterError("prompt", f"has {len(ids)} tokens, the context is {self.info.max_model_len}")
         return text, ids
 
-    async def _answer(self, text: str, ids: tuple[int, ...], sampling: SamplingParams) -> AsyncGenerator[TextDelta, None]:
+    async def _answer(self, text: str, ids: tuple[int, ...],
+                      sampling: SamplingParams) -> AsyncGenerator[TextDelta, None]:
         num_top = sampling.prompt_logprobs
         scores = () if num_top is None else (
             _logprob(ids[0], float("nan"), 0), *(_logprob(token_id, -1.0, num_top) for token_id in ids[1:]))

@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from api.engine import Engine
 from api.service import Service
-from tests.api.conftest import Answer, Server
 from tests.api.fake_engine import FakeEngine
+from tests.api.serving import Answer, Server
 
 
 def test_life_of_a_server() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from api.exchange import MAX_BODY_BYTES
-from tests.api.conftest import Server
+from tests.api.serving import Server
 
 
 def status_of(connection: socket.socket) -> int:

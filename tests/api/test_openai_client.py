@@ -2,18 +2,19 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import openai
 import pytest
 
-from tests.api.conftest import Server
 from tests.api.fake_engine import EOS, SPECIAL, FakeEngine
+from tests.api.serving import Server
 
-MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": "hé"}]
+MESSAGES: Any = [{"role": "system", "content": "s"}, {"role": "user", "content": "hé"}]
 
 
 def test_chat_plain(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model="fake", messages=MESSAGES)     # type: ignore[arg-type]
+    answer = client.chat.completions.create(model="fake", messages=MESSAGES)
     assert answer.object == "chat.completion"
     assert answer.id.startswith("chatcmpl-")
     assert answer.model == "fake"
@@ -27,8 +28,8 @@ def test_chat_plain(client: openai.OpenAI) -> None:
 
 
 def test_chat_stream(client: openai.OpenAI) -> None:
-    chunks = list(client.chat.completions.create(                                # type: ignore[call-overload]
-        model="fake", messages=MESSAGES, stream=True, stream_options={"include_usage": True}))
+    create: Any = client.chat.completions.create
+    chunks = list(create(model="fake", messages=MESSAGES, stream=True, stream_options={"include_usage": True}))
     assert len({chunk.id for chunk in chunks}) == 1
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -45,8 +46,8 @@ def test_chat_async_n(server: Server) -> None:
         texts: dict[int, str] = {}
         ends: dict[int, int] = {}
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            stream = await client.chat.completions.create(                       # type: ignore[call-overload]
-                model="fake-alias", messages=MESSAGES, stream=True, n=3)
+            create: Any = client.chat.completions.create
+            stream = await create(model="fake-alias", messages=MESSAGES, stream=True, n=3)
             async for chunk in stream:
                 choice = chunk.choices[0]
                 assert choice.index not in ends, "nothing comes for a choice after its end"
@@ -94,17 +95,16 @@ def test_completions_many_prompts_stream(client: openai.OpenAI) -> None:
 
 
 def test_chat_logprobs(client: openai.OpenAI) -> None:
-    create = client.chat.completions.create
-    whole = create(model="fake", messages=MESSAGES, logprobs=True, top_logprobs=2, max_tokens=2)  # type: ignore[arg-type]
+    create: Any = client.chat.completions.create
+    whole = create(model="fake", messages=MESSAGES, logprobs=True, top_logprobs=2, max_tokens=2)
     assert whole.choices[0].logprobs is not None
     content = whole.choices[0].logprobs.content
     assert content is not None
     assert [token.token for token in content] == ["r", "e"]
     assert [token.bytes for token in content] == [[114], [101]]
     assert [len(token.top_logprobs) for token in content] == [2, 2]
-    streamed = []
-    for chunk in create(model="fake", messages=MESSAGES, logprobs=True, top_logprobs=2, max_tokens=2,   # type: ignore[call-overload]
-                        stream=True):
+    streamed: list[Any] = []
+    for chunk in create(model="fake", messages=MESSAGES, logprobs=True, top_logprobs=2, max_tokens=2, stream=True):
         if chunk.choices[0].logprobs is not None:
             streamed += chunk.choices[0].logprobs.content
     assert [token.model_dump() for token in streamed] == [token.model_dump() for token in content]
@@ -119,8 +119,7 @@ def test_completions_logprobs(client: openai.OpenAI) -> None:
     assert logprobs.text_offset == [0, 1, 2, 3, 3]
     assert logprobs.top_logprobs is not None
     assert logprobs.top_logprobs[0] == {"r": -0.5}
-    none = client.completions.create(model="fake", prompt="é", logprobs=0, max_tokens=1).choices[0].logprobs
-    assert none is not None
+    none: Any = client.completions.create(model="fake", prompt="é", logprobs=0, max_tokens=1).choices[0].logprobs
     assert none.top_logprobs == [None]
 
 
@@ -157,7 +156,7 @@ def test_echo_stream_is_plain(client: openai.OpenAI, prompt: str, logprobs: int 
 
 def test_token_ids(client: openai.OpenAI) -> None:
     extra = {"return_token_ids": True}
-    answer = client.chat.completions.create(model="fake", messages=MESSAGES[1:], extra_body=extra)  # type: ignore[arg-type]
+    answer = client.chat.completions.create(model="fake", messages=MESSAGES[1:], extra_body=extra)
     document = answer.model_dump()
     assert document["prompt_token_ids"] == [SPECIAL, *"hé".encode()]
     assert document["choices"][0]["token_ids"] == [*"re hé".encode(), EOS]
@@ -189,8 +188,8 @@ def test_sampling_reaches_the_engine(client: openai.OpenAI, engine: FakeEngine) 
 
 def test_defaults(client: openai.OpenAI, engine: FakeEngine) -> None:
     client.completions.create(model="fake", prompt="a")
-    client.chat.completions.create(model="fake", messages=MESSAGES, temperature=0, stop=[])     # type: ignore[arg-type]
-    client.chat.completions.create(model="fake", messages=MESSAGES, max_completion_tokens=7)    # type: ignore[arg-type]
+    client.chat.completions.create(model="fake", messages=MESSAGES, temperature=0, stop=[])
+    client.chat.completions.create(model="fake", messages=MESSAGES, max_completion_tokens=7)
     assert [call.sampling.max_tokens for call in engine.calls] == [16, None, 7]
     assert engine.calls[1].sampling.temperature == 0
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.api.conftest import Answer, Server
 from tests.api.fake_engine import MAX_MODEL_LEN, VOCAB_SIZE, FakeEngine
+from tests.api.serving import Answer, Server
 
 
 def refused(answer: Answer, param: str | None, status: int = 400) -> str:
@@ -200,8 +200,8 @@ def test_surrogate_pair_is_a_character(server: Server) -> None:
 
 @pytest.mark.parametrize("body", [
     b"", b"{", b"[]", b"null", b'"a"', b'{"prompt": NaN}', b'{"prompt": "a", "temperature": 1e999}',
-    b'{"prompt": "\xff"}', b"\x00", b"[" * 10_000 + b"]" * 10_000, b'{"prompt": ' + b"[" * 10_000 + b"]" * 10_000 + b"}",
-    b'{"prompt": [' + b"[]," * 600_000 + b"[]]}",
+    b'{"prompt": "\xff"}', b"\x00", b"[" * 10_000 + b"]" * 10_000,
+    b'{"prompt": ' + b"[" * 10_000 + b"]" * 10_000 + b"}", b'{"prompt": [' + b"[]," * 600_000 + b"[]]}",
 ])
 def test_bodies_that_are_no_request(server: Server, body: bytes) -> None:
     """FAULTS A14, T06."""

@@ -14,8 +14,8 @@ from api.engine import Engine
 from api.exchange import Reply
 from api.server import create_app
 from api.service import Service
-from tests.api.conftest import Server
 from tests.api.fake_engine import INFO, FakeEngine
+from tests.api.serving import Server
 
 CHAT = [{"role": "user", "content": "hi"}]
 
@@ -197,9 +197,10 @@ async def call_app(engine: FakeEngine, spec_version: str, body: dict[str, Any], 
         if leave_by == "receive":
             gone.set()
 
-    scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": spec_version}, "http_version": "1.1",
-             "method": "POST", "path": "/v1/completions", "raw_path": b"", "root_path": "", "scheme": "http",
-             "query_string": b"", "headers": [], "client": None, "server": None, "state": {}}
+    scope: dict[str, Any] = {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": spec_version}, "http_version": "1.1",
+        "method": "POST", "path": "/v1/completions", "raw_path": b"", "root_path": "", "scheme": "http",
+        "query_string": b"", "headers": [], "client": None, "server": None, "state": {}}
     if leave_by == "queue":
         gone.set()
     async with asyncio.timeout(20):

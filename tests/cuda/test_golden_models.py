@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from cuda.host.ops import HostOps
 from cuda.kv_cache import blocks_for, kv_groups
 from cuda.model import Transformer
 from cuda.ops import BLOCK_SIZE, Batch, KVGroupSpec, Ops
@@ -41,17 +42,11 @@ Logits = NDArray[np.float32]
 Arrays = dict[str, NDArray[Any]]
 
 
-@dataclass(frozen=True)
-class Backend:
-    make: Callable[[], Ops]
-    tolerance: float                        # of logits, relative to the largest if that is above 1
-    gap: float                              # greedy tokens are equal where the two best logits are further apart
-    real_tolerance: float                   # of the real models' logprobs
-
-
-BACKENDS = {
-    "reference": Backend(ReferenceOps, tolerance=1e-5, gap=1e-3, real_tolerance=1e-3),
-}
+BACKENDS: dict[str, Callable[[], Ops]] = {"reference": ReferenceOps, "host": HostOps}
+# Both compute in float32 and come within 2e-6 of transformers; a wrong epsilon or window edge does not.
+TOLERANCE = 1e-5                            # of logits, relative to the largest if that is above 1
+REAL_TOLERANCE = 1e-3                       # of the real models' logprobs
+GAP = 1e-3                                  # greedy tokens must be equal where the two best logits are further apart
 
 backends = pytest.mark.parametrize("backend", BACKENDS)
 
@@ -111,7 +106,7 @@ class PagedModel:
     def __init__(self, backend: str, spec: ModelSpec, weights: ModelWeights, max_tokens: int = 160,
                  max_position: int = 256) -> None:
         self.spec = spec
-        self.ops = BACKENDS[backend].make()
+        self.ops = BACKENDS[backend]()
         self.groups = kv_groups(spec)
         prepared = self.ops.prepare(spec, weights, max_tokens, max_position)
         self.model = Transformer(spec, prepared, self.ops, self.groups)
@@ -192,7 +187,7 @@ def test_logits_of_one_pass(name: str, backend: str) -> None:
     ids = golden["input_ids"][0].astype(np.int32)
     with paged_model(backend, spec, weights) as model:
         [logits] = model.run(Piece(ids, 0, len(ids), blocks_in_order(model, len(ids))))
-    assert largest_error(logits, golden["logits"][0]) <= BACKENDS[backend].tolerance
+    assert largest_error(logits, golden["logits"][0]) <= TOLERANCE
 
 
 @backends
@@ -206,7 +201,7 @@ def test_greedy_tokens_one_at_a_time(name: str, backend: str) -> None:
         blocks = blocks_in_order(model, len(ids))
         [logits] = model.run(Piece(ids, 0, len(prompt), blocks))
         for step, (token_id, gap) in enumerate(zip(greedy, gaps, strict=True)):
-            if gap > BACKENDS[backend].gap:
+            if gap > GAP:
                 assert logits[-1].argmax() == token_id
             position = len(prompt) + step
             [logits] = model.run(Piece(ids, position, position + 1, blocks))
@@ -218,9 +213,9 @@ def test_greedy_tokens_of_the_runner(name: str, backend: str) -> None:
     """Its own tokens, up to the first narrow choice; the prompt in two chunks, another sequence beside it."""
     spec, weights, golden = golden_model(name)
     prompt, greedy, gaps = golden["prompt"].tolist(), golden["greedy"].tolist(), golden["greedy_gap"]
-    narrow = np.flatnonzero(gaps <= BACKENDS[backend].gap)
+    narrow = np.flatnonzero(gaps <= GAP)
     num_certain = int(narrow[0]) if len(narrow) else len(greedy)
-    ops = BACKENDS[backend].make()
+    ops = BACKENDS[backend]()
     try:
         runner = Runner(spec, weights, ops, [NUM_BLOCKS] * len(kv_groups(spec)), max_num_seqs=2,
                         max_num_batched_tokens=32, max_model_len=64)
@@ -237,6 +232,17 @@ def test_greedy_tokens_of_the_runner(name: str, backend: str) -> None:
         assert tokens[:num_certain] == greedy[:len(tokens)][:num_certain]
 
 
+@pytest.mark.parametrize("name", ["llama-quantized", "qwen2-quantized", "gemma2-quantized", "gemma3-quantized"])
+def test_host_is_the_reference_on_quantized_weights(name: str) -> None:
+    spec, weights = tiny_model(name)
+    ids = sequence(spec, 5, LENGTH)
+    logits = {}
+    for backend in BACKENDS:
+        with paged_model(backend, spec, weights) as model:
+            [logits[backend]] = model.run(Piece(ids, 0, LENGTH, blocks_in_order(model, LENGTH)))
+    assert largest_error(logits["host"], logits["reference"]) <= TOLERANCE
+
+
 @pytest.mark.slow
 @pytest.mark.real_model
 @backends
@@ -248,7 +254,6 @@ def test_real_model(alias: str, golden_name: str, backend: str) -> None:
     prompts = json.loads((GOLDEN / "logits" / f"{golden_name}.json").read_text())
     with np.load(GOLDEN / "logits" / f"{golden_name}.npz") as file:
         golden = dict(file)
-    tolerance = BACKENDS[backend].real_tolerance
     with paged_model(backend, model_file.spec, model_file.weights(), max_tokens=256) as model:
         for index, prompt in enumerate(prompts):
             num_prompt, greedy = len(prompt["ids"]), np.array(prompt["greedy"])
@@ -257,10 +262,10 @@ def test_real_model(alias: str, golden_name: str, backend: str) -> None:
             logprobs = log_softmax(logits[:num_prompt])
             top_ids = golden[f"top_ids_{index}"]
             np.testing.assert_allclose(np.take_along_axis(logprobs, top_ids, axis=1), golden[f"top_logprobs_{index}"],
-                                       rtol=0, atol=tolerance)
+                                       rtol=0, atol=REAL_TOLERANCE)
             np.testing.assert_allclose(logprobs[np.arange(num_prompt - 1), ids[1:num_prompt]],
-                                       golden[f"prompt_logprobs_{index}"], rtol=0, atol=tolerance)
-            certain = np.array(prompt["greedy_gap"]) > BACKENDS[backend].gap
+                                       golden[f"prompt_logprobs_{index}"], rtol=0, atol=REAL_TOLERANCE)
+            certain = np.array(prompt["greedy_gap"]) > GAP
             np.testing.assert_array_equal(logits[num_prompt - 1:].argmax(axis=1)[certain], greedy[certain])
 
 
@@ -343,6 +348,18 @@ def test_copied_blocks_serve_as_well(name: str, backend: str) -> None:
         model.run(Piece(ids, 20, LENGTH, blocks))
         [logits] = model.run(Piece(other, 20, LENGTH, copies))
     assert_same_bits(logits, expected[20:])
+
+
+@pytest.mark.parametrize("num_threads", [2, 5])
+def test_host_threads_do_not_change_bits(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, weights = tiny_model("gemma3-quantized")
+    ids = sequence(spec, 6, LENGTH)
+    logits = []
+    for threads in (1, num_threads):
+        monkeypatch.setitem(BACKENDS, "host", partial(HostOps, threads))
+        with paged_model("host", spec, weights) as model:
+            logits += model.run(Piece(ids, 0, LENGTH, blocks_in_order(model, LENGTH)))
+    assert_same_bits(logits[1], logits[0])
 
 
 @backends

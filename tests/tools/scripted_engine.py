@@ -1,6 +1,7 @@
 """An engine without a model for the tools' tests: what it answers is written in the question.
 
-Run as a program it is `tools.chat` or `tools.bench` over that engine: python -m tests.tools.scripted_engine chat|bench ARGS.
+Run as a program it is `tools.chat` over that engine: python -m tests.tools.scripted_engine ARGS. When it stops it writes
+what it saw to the file that SCRIPTED_ENGINE_REPORT names.
 """
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from actors.messages import TextDelta, Usage
@@ -27,7 +29,7 @@ class ScriptedEngine:
             device_reason="there is nothing else", stop_token_ids=(2,), stop_tokens=("</s>",),
             has_chat_template=has_chat_template, default_sampling={"temperature": 0.25}, startup_s=(("weights", 0.1),))
         self.requests: list[tuple[PromptInput, SamplingParams]] = []
-        self.num_aborted = 0
+        self.num_left = 0                   # requests whose caller left before their end
 
     def default_sampling(self, **changes: Any) -> SamplingParams:
         return SamplingParams(**{**self.info.default_sampling, **changes})
@@ -54,8 +56,7 @@ class ScriptedEngine:
                             usage=Usage(CONTEXT - num_tokens if full else 10, num_tokens))
         finally:
             if not finished:
-                self.num_aborted += 1
-                print("[request left]", file=sys.stderr, flush=True)
+                self.num_left += 1
 
     def _question(self, prompt: PromptInput) -> str:
         if isinstance(prompt, str):
@@ -95,11 +96,13 @@ async def scripted_factory(model: str, progress: Any = None, **config: Any) -> A
     if model == "missing":
         raise ValueError("model 'missing' is not a folder, a file, an alias or a repository")
     engine = ScriptedEngine(has_chat_template=model != "base")
-    yield engine
-    if os.environ.get("SCRIPTED_ENGINE_SAYS_GOODBYE"):
-        print("[engine stopped]", file=sys.stderr, flush=True)
+    try:
+        yield engine
+    finally:
+        if "SCRIPTED_ENGINE_REPORT" in os.environ:
+            Path(os.environ["SCRIPTED_ENGINE_REPORT"]).write_text(json.dumps({"num_left": engine.num_left}))
 
 
 if __name__ == "__main__":
-    from tools import bench, chat
-    sys.exit({"chat": chat, "bench": bench}[sys.argv[1]].run(sys.argv[2:], engine_factory=scripted_factory))
+    from tools.chat import run
+    sys.exit(run(sys.argv[1:], engine_factory=scripted_factory))

@@ -89,7 +89,7 @@ def golden_as_gguf(name: str, path: Path, kind: QType = QType.F32, more_metadata
                    more_tensors: Mapping[str, tuple[NDArray[Any], QType]] | None = None) -> Path:
     """A golden model as its GGUF converter would write it: q and k of Llama permuted, Gemma's norms with the 1 added.
 
-    `kind` is the type of the matrices.
+    `kind` is the type of the matrices whose rows its block divides.
     """
     config = golden_config(name)
     architecture = {"mistral": "llama", "gemma3_text": "gemma3"}.get(config["model_type"], config["model_type"])
@@ -113,6 +113,6 @@ def golden_as_gguf(name: str, path: Path, kind: QType = QType.F32, more_metadata
             data = data.reshape(heads, 2, -1, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
         if gemma and "norm" in hf_name:
             data = data + 1
-        as_kind = kind if data.ndim == 2 else QType.F32
+        as_kind = kind if data.ndim == 2 and data.shape[1] % gguf.GGML_QUANT_SIZES[kind][0] == 0 else QType.F32
         tensors[gguf_name] = (gguf.quants.quantize(np.ascontiguousarray(data), as_kind), as_kind)
     return write_gguf(path, architecture, metadata | dict(more_metadata or {}), tensors | dict(more_tensors or {}))

@@ -101,10 +101,11 @@ def load_gguf(folder: Path, **fields: Any) -> Vocab:
 
 def byte_level_fields(*merges: str, pre: str = "gpt-2", added: tuple[tuple[str, int], ...] = ()) -> dict[str, Any]:
     """Fields of a byte-level vocabulary: 256 letters, what `merges` make, then `added` tokens with their types."""
+    merges = merges or ("h e",)
     tokens = [*LETTERS, *(merge.replace(" ", "") for merge in merges)]
     types = [1] * len(tokens) + [kind for _, kind in added]
     return {"model": "gpt2", "pre": pre, "tokens": [*tokens, *(text for text, _ in added)], "token_type": types,
-            "merges": list(merges) or ["a b"]}
+            "merges": list(merges)}
 
 
 def sentencepiece_fields(pieces: dict[str, float], **fields: Any) -> dict[str, Any]:
