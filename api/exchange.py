@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
 from starlette.requests import Request
@@ -112,16 +113,8 @@ class Reply:
                                          add_generation_prompt=generation.add_generation_prompt)
                    for generation in self._generations]
 
-        async def deliver(items: list[tuple[int, TextDelta]]) -> None:
-            self._observe(items)
-            if self._stream:
-                await self._send_events(send, items)
-            else:
-                for index, delta in items:
-                    self._deltas[index].append(delta)
-
         try:
-            await deliver_merged(streams, deliver)
+            await deliver_merged(streams, partial(self._send_events, send) if self._stream else self._keep)
         except ClientGone:
             raise
         except Exception as error:
@@ -143,8 +136,14 @@ class Reply:
                 self._num_unfinished -= 1
             self._timers[index].observe(delta)
 
+    async def _keep(self, items: list[tuple[int, TextDelta]]) -> None:
+        self._observe(items)
+        for index, delta in items:
+            self._deltas[index].append(delta)
+
     async def _send_events(self, send: Send, items: list[tuple[int, TextDelta]]) -> None:
         """One write for all that came at once."""
+        self._observe(items)
         data = b"".join([self._writer.events(index, delta) for index, delta in items])
         over = self._num_unfinished == 0
         if over:

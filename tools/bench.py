@@ -30,7 +30,7 @@ from tools import bench_report, bench_workloads
 from tools.bench_report import RequestRecord
 from tools.bench_workloads import Request
 from tools.client_args import SWITCH_INTERVAL_S, EngineFactory, reject_engine_args
-from tools.engine_args import add_engine_args, engine_config
+from tools.engine_args import add_engine_args, engine_config, start_logging
 from tools.openai_stream import first_model, stream_completion
 from tools.sse_client import ServerError, server_root
 
@@ -340,6 +340,7 @@ def run(argv: Sequence[str], engine_factory: EngineFactory | None = None) -> int
     args = parser.parse_args(argv)
     try:
         bench = Bench(args, argv)
+        start_logging(args)
         if args.url is not None:
             reject_engine_args(args, allowed=("model", "seed"))
             return asyncio.run(bench.on_server())

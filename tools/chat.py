@@ -37,7 +37,7 @@ from tools.chat_backends import (
 )
 from tools.chat_screen import Answer, MarkdownAnswer, PlainAnswer, clean, echo_off
 from tools.client_args import SWITCH_INTERVAL_S, EngineFactory, reject_engine_args
-from tools.engine_args import add_engine_args, engine_config
+from tools.engine_args import add_engine_args, engine_config, start_logging
 from tools.openai_stream import first_model
 from tools.sse_client import ServerError, server_root
 
@@ -141,10 +141,9 @@ class Chat:
         self.last_usage = reply.usage
         if reply.text or outcome is Outcome.DONE:
             self.history += [message, {"role": "assistant", "content": clean(reply.text)}]
-        if outcome is Outcome.STOPPED and reply.text:
-            _note("stopped; what came so far stays in the conversation")
-        elif outcome is Outcome.STOPPED:
-            _note("stopped before the answer began; the question is not kept")
+        if outcome is Outcome.STOPPED and self.interactive:
+            _note("stopped; what came so far stays in the conversation" if reply.text else
+                  "stopped before the answer began; the question is not kept")
         elif reply.finish == "length":
             _note(self._why_cut_off(reply.usage))
         if self.show_stats:
@@ -377,6 +376,7 @@ def run(argv: Sequence[str], engine_factory: EngineFactory | None = None) -> int
             reject_engine_args(args, allowed=("model", "seed"))
     except ValueError as error:
         return _fail(str(error))
+    start_logging(args)
     try:
         code = asyncio.run(chat_with_model(args, given, engine_factory, default_model))
         sys.stdout.flush()

@@ -6,6 +6,8 @@ import mmap
 from pathlib import Path
 from typing import Any
 
+_MAX_JSON_BYTES = 64 << 20                  # far beyond any index or configuration
+
 
 def map_file(path: Path) -> mmap.mmap:
     """The file's bytes, mapped read-only. Arrays over them keep the mapping alive.
@@ -26,11 +28,13 @@ def map_file(path: Path) -> mmap.mmap:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file.
 
-    Raises: ValueError naming the path if it is missing, unreadable, not JSON or not an object.
+    Raises: ValueError naming the path if it is missing, unreadable, too large, not JSON or not an object.
     """
     try:
         if not path.is_file():
             raise ValueError(f"{path}: no such file")
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise ValueError(f"{path}: {path.stat().st_size} bytes of JSON, at most {_MAX_JSON_BYTES} are read")
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error}") from error

@@ -151,7 +151,7 @@ def _q4_k(blocks: Bytes) -> Affine:
 def _q5_k(blocks: Bytes) -> Affine:
     """16 bytes of scales, 32 of fifth bits (bit g of byte i: weight i of group g), 128 of nibbles as in Q4_K."""
     nibbles = _split_nibbles(blocks[..., 48:].reshape(*blocks.shape[:-1], 4, 32))              # [N, B, 4, 64]
-    fifth = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)              # [N, B, 8, 32]
+    fifth = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)    # [N, B, 8, 32]
     codes = nibbles.reshape(fifth.shape) | (fifth << np.uint8(4))
     return _affine(codes, *_k_scales(blocks), bits=8, group=32)
 
@@ -165,7 +165,7 @@ def _q6_k(blocks: Bytes) -> Affine:
     halves = (*blocks.shape[:-1], 2)
     nibbles = _split_nibbles(blocks[..., :128].reshape(*halves, 64))                           # [N, B, 2, 128]
     shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
-    pairs = blocks[..., 128:192].reshape(*halves, 1, 32) >> shifts & np.uint8(3)                         # [N, B, 2, 4, 32]
+    pairs = blocks[..., 128:192].reshape(*halves, 1, 32) >> shifts & np.uint8(3)               # [N, B, 2, 4, 32]
     codes = nibbles.reshape(pairs.shape) | (pairs << np.uint8(4))
     scale = _halves(blocks, 208)[..., None] * blocks[..., 192:208].view(np.int8)               # [N, B, 16]
     return _affine(codes, scale, -32 * scale, bits=8, group=16)

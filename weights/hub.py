@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -217,7 +218,7 @@ def _members(source: Path) -> Iterator[_Members]:
     try:
         with zipfile.ZipFile(wheels[0]) as wheel:
             yield {name: partial(wheel.open, name) for name in wheel.namelist()}
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise ValueError(f"{wheels[0].name}: damaged: {error}") from None
 
 

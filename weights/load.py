@@ -8,7 +8,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +52,6 @@ class ModelFile:
     path: Path
     spec: ModelSpec
     source: Gguf | Checkpoint
-    config: Mapping[str, Any]               # config.json; empty for a GGUF file, whose metadata the source holds
 
     @property
     def stored_bytes(self) -> int:
@@ -75,29 +73,16 @@ def open_model(path: Path) -> ModelFile:
     """
     if path.is_file():
         gguf = Gguf(path)
-        return ModelFile(path, from_gguf(gguf), gguf, {})
+        return ModelFile(path, from_gguf(gguf), gguf)
     if not path.is_dir():
         raise ValueError(f"{path}: no such file or folder")
-    config = read_json(path / "config.json")
+    config = path / "config.json"
+    fields = read_json(config)
     try:
-        spec = from_hf_config(config)
+        spec = from_hf_config(fields)
     except ValueError as error:
-        raise ValueError(f"{path / 'config.json'}: {error}") from None
-    return ModelFile(path, spec, Checkpoint(path), config)
-
-
-def load_weights(path: Path, spec: ModelSpec) -> ModelWeights:
-    """The weights at `path`, a GGUF file or a Hugging Face folder, for a model that is already described.
-
-    Raises: ValueError as `open_model` and `ModelFile.weights`.
-    """
-    return _load(Checkpoint(path) if path.is_dir() else Gguf(path), spec)
-
-
-def generation_config(folder: Path) -> dict[str, Any]:
-    """generation_config.json of a Hugging Face folder, empty if it has none. Raises: ValueError naming the file."""
-    path = folder / "generation_config.json"
-    return read_json(path) if path.exists() else {}
+        raise ValueError(f"{config}: {error}") from None
+    return ModelFile(path, spec, Checkpoint(path))
 
 
 # Names. A layer's tensors go by their role here: the fields of LayerWeights, with q, k, v, gate and up still apart.

@@ -17,7 +17,10 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dense:
-    """Unquantised weight [N, K] float32, float16, or bfloat16 as raw uint16 bits (`is_bf16`)."""
+    """Unquantised weight [N, K] float32, float16, or bfloat16 as raw uint16 bits (`is_bf16`).
+
+    The data may be a read-only view of the model's file.
+    """
     data: NDArray[np.generic]
     is_bf16: bool = False
 

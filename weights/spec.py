@@ -136,10 +136,17 @@ def _number(what: str, value: Any) -> float:
     return float(value)
 
 
+def _object(what: str, value: Any) -> dict[str, Any]:
+    """A JSON object; a null counts as an empty one."""
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"{what} must be an object, not {value!r}")
+    return value or {}
+
+
 def from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
     """The model that a config.json describes, in the style of published checkpoints or of transformers 5.
 
-    Fields that are missing have the defaults of transformers' configuration classes.
+    Sizes must be given; other fields that are missing have the defaults of transformers' configuration classes.
 
     Raises: ValueError naming the architecture or the field that is not supported, missing or out of range.
     """
@@ -149,6 +156,9 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
     _refuse_unsupported(fields, architecture)
     hidden_size = fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads", most=1 << 16)
+    # Only Llama's configuration may leave it out; a null means the same everywhere.
+    may_lack_kv_heads = architecture == "llama" or "num_key_value_heads" in config
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads if may_lack_kv_heads else None, most=1 << 16)
     head_dim = fields.integer("head_dim", 256 if gemma else 128 if architecture == "qwen3"
                               else max(1, hidden_size // num_heads), most=1 << 16)
     max_position = fields.integer("max_position_embeddings")
@@ -162,7 +172,7 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
         architecture=architecture,
         hidden_size=hidden_size,
         num_heads=num_heads,
-        num_kv_heads=fields.integer("num_key_value_heads", num_heads, most=1 << 16),
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         ffn_size=fields.integer("intermediate_size"),
         vocab_size=fields.integer("vocab_size"),
@@ -255,31 +265,27 @@ def _every_nth_full(window: int | None, period: int, num_layers: int) -> list[in
 
 def _hf_ropes(fields: _Config, architecture: str, head_dim: int, max_position: int) -> tuple[RopeSpec, RopeSpec]:
     """The rotation of layers without and with a window."""
-    new, old = fields.get("rope_parameters"), fields.get("rope_scaling")
-    if new is not None and old is not None and new != old:
+    new = _object("rope_parameters", fields.get("rope_parameters"))
+    old = _object("rope_scaling", fields.get("rope_scaling"))
+    if new and old and new != old:
         raise ValueError("rope_parameters and rope_scaling differ")
-    for name, value in (("rope_parameters", new), ("rope_scaling", old)):
-        if value is not None and not isinstance(value, dict):
-            raise ValueError(f"{name} must be an object, not {value!r}")
 
-    def rope(parameters: Any, theta: float) -> RopeSpec:
-        if not isinstance(parameters or {}, dict):
-            raise ValueError(f"RoPE parameters must be an object, not {parameters!r}")
-        return rope_spec(head_dim, max_position, {"rope_theta": theta, **(parameters or {})})
+    def rope(parameters: Mapping[str, Any], theta: float) -> RopeSpec:
+        return rope_spec(head_dim, max_position, {"rope_theta": theta, **parameters})
 
     if architecture != "gemma3_text":
-        parameters = dict(new or old or {})
+        parameters = dict(new or old)
         original = fields.get("original_max_position_embeddings")
         if original is not None:            # beside the parameters it wins over the one among them
             parameters["original_max_position_embeddings"] = original
         both = rope(parameters, fields.get("rope_theta", 10_000.0))
         return both, both
-    if new is None:
-        new = {"full_attention": old}
     if not new.keys() <= {"full_attention", "sliding_attention"}:
         raise ValueError(f"rope_parameters of gemma3_text must be given by layer type, not {new!r}")
-    return (rope(new.get("full_attention"), fields.get("rope_theta", 1_000_000.0)),
-            rope(new.get("sliding_attention"), fields.get("rope_local_base_freq", _LOCAL_ROPE_THETA)))
+    full = _object("rope_parameters.full_attention", new.get("full_attention")) if new else old
+    sliding = _object("rope_parameters.sliding_attention", new.get("sliding_attention"))
+    return (rope(full, fields.get("rope_theta", 1_000_000.0)),
+            rope(sliding, fields.get("rope_local_base_freq", _LOCAL_ROPE_THETA)))
 
 
 # Keys that may stand under "ARCHITECTURE." in GGUF metadata. Others may change the maths, so they are refused.
@@ -310,7 +316,7 @@ def from_gguf(gguf: Gguf) -> ModelSpec:
     """
     try:
         return _from_gguf(gguf)
-    except ValueError as error:
+    except ValueError as error:             # what the reader itself raises names the file already
         raise error if str(error).startswith(f"{gguf.path}: ") else ValueError(f"{gguf.path}: {error}") from None
 
 

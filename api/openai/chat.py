@@ -45,7 +45,7 @@ class ChatWriter(AnswerWriter):
         if index not in self._begun:
             self._begun.add(index)
             prompt = {"prompt_token_ids": delta.prompt_token_ids} if self.with_token_ids else {}
-            events += self.chunk(_choice(index, {"role": "assistant", "content": ""}), **prompt)
+            events += self.chunk({**_choice(index, {"role": "assistant", "content": ""}), **prompt})
         if delta.text or delta.logprobs or (self.with_token_ids and delta.token_ids):
             events += self.chunk({**_choice(index, {"content": delta.text}), **self._details(delta)})
         if delta.finish is not None:

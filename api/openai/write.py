@@ -21,11 +21,14 @@ class AnswerWriter:
     def __init__(self, request: GenerationRequest, model: str, id_prefix: str, chunk_kind: str,
                  document_kind: str) -> None:
         # NOTE: nothing inside is keyed by this id, nor by one that a client sent: two requests never share a key.
-        self._head = {"id": f"{id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self._chunk_kind = chunk_kind
-        self._document_kind = document_kind
+        head = {"id": f"{id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._chunk_head = {**head, "object": chunk_kind}
+        self._document_head = {**head, "object": document_kind}
         self.num_choices = request.num_choices
-        self._chunk_usage = {"usage": None} if request.include_usage else {}
+        self._with_usage = request.include_usage
+        # Every chunk of a stream begins and ends alike: only its choice is written anew.
+        self._before = b"data: " + orjson.dumps(self._chunk_head)[:-1] + b',"choices":['
+        self._after = b'],"usage":null}\n\n' if self._with_usage else b"]}\n\n"
         self._num_prompt_tokens = self._num_cached_tokens = self._num_output_tokens = 0
         self.with_token_ids = bool(request.return_token_ids)
 
@@ -38,20 +41,19 @@ class AnswerWriter:
             self._num_prompt_tokens += usage.num_prompt_tokens
             self._num_cached_tokens += usage.num_cached_tokens
 
-    def chunk(self, choice: dict[str, Any], **extra: Any) -> bytes:
-        return event({**self._head, "object": self._chunk_kind, "choices": [choice], **self._chunk_usage, **extra})
+    def chunk(self, choice: dict[str, Any]) -> bytes:
+        return self._before + orjson.dumps(choice) + self._after
 
     def last_events(self) -> bytes:
-        if not self._chunk_usage:
+        if not self._with_usage:
             return DONE
-        return event({**self._head, "object": self._chunk_kind, "choices": [], "usage": self._usage()}) + DONE
+        return event({**self._chunk_head, "choices": [], "usage": self._usage()}) + DONE
 
     def error_event(self, error: ApiError) -> bytes:
         return b"data: " + error.body() + b"\n\n"
 
     def answer(self, choices: list[dict[str, Any]], **extra: Any) -> bytes:
-        return orjson.dumps({**self._head, "object": self._document_kind, "choices": choices, "usage": self._usage(),
-                             **extra})
+        return orjson.dumps({**self._document_head, "choices": choices, "usage": self._usage(), **extra})
 
     def _usage(self) -> dict[str, Any]:
         return {"prompt_tokens": self._num_prompt_tokens, "completion_tokens": self._num_output_tokens,

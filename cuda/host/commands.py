@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+import sys
 import threading
 import weakref
 from queue import SimpleQueue
@@ -22,6 +23,7 @@ import numpy as np
 from cuda.host.compilation import Kernel, entry_point, inner
 from cuda.host.simd import atomic_add, atomic_load, call, load_i64, pause, yield_thread
 
+HUGE_PAGE_BYTES = 1 << 21
 COMMAND_BYTES = 256                             # a header and up to 29 argument words
 _HEADER = struct.Struct("=qqq")                 # function, items, items handed out at a time
 _HEADER_BYTES = _HEADER.size
@@ -35,7 +37,12 @@ _CLOSED = -(1 << 32)                            # the door counts the threads in
 
 def allocate(num_bytes: int) -> mmap.mmap:
     """Zeroed memory that starts on a page; the system provides a page when it is first touched."""
-    return mmap.mmap(-1, max(num_bytes, 1))
+    if sys.platform == "win32":
+        return mmap.mmap(-1, max(num_bytes, 1))
+    memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE") and num_bytes >= HUGE_PAGE_BYTES:
+        memory.madvise(mmap.MADV_HUGEPAGE)      # weights and KV blocks are read once a step: address look-ups count
+    return memory
 
 
 def address_of(memory: Any) -> int:

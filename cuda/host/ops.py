@@ -16,7 +16,7 @@ from cuda.host.commands import CommandList, address_of, allocate
 from cuda.host.compilation import Kernel
 from cuda.host.cores import num_physical_cores
 from cuda.host.matmul import LINEAR, matmul_scratch_bytes
-from cuda.host.pack import PackedLinear, pack_linear, pack_weight
+from cuda.host.pack import Arena, PackedLinear, pack_linear, pack_weight
 from cuda.host.simd import LANES, MAX_ROWS
 from cuda.host.workspace import Buffer, new_buffer
 from cuda.ops import BLOCK_SIZE, Batch, Ints, KVGroupSpec
@@ -83,14 +83,15 @@ class HostOps:
             if layer.rope is not None:
                 self._rope_table(layer.rope)
 
-        embed = pack_weight(weights.embed)
+        arena = Arena()
+        embed = pack_weight(weights.embed, arena)
         shared = {id(weights.embed): embed}
         max_inputs = 0
 
         def linear(projection: Linear) -> Any:
             nonlocal max_inputs
             max_inputs = max(max_inputs, projection.in_features)
-            return pack_linear(projection, shared)
+            return pack_linear(projection, arena, shared)
 
         def vector(weight: Floats | None) -> Any:
             return None if weight is None else self._keep(weight)

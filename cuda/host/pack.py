@@ -25,13 +25,31 @@ PAIR = 2 * LANES                                # outputs of a pair of strips
 GROUP_HEAD_BYTES = 2 * VECTOR_BYTES             # scales and offsets
 
 
+ARENA_BYTES = 1 << 25
+
+
+class Arena:
+    """Memory for many weights from few large pieces, which the system can map in huge pages."""
+
+    def __init__(self) -> None:
+        self._free = np.zeros(0, np.uint8)
+
+    def take(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Zeros that begin on a cache line; kept alive by the array itself."""
+        if num_bytes > len(self._free):
+            self._free = np.frombuffer(allocate(max(num_bytes, ARENA_BYTES)), np.uint8)
+        taken = self._free[:num_bytes]
+        self._free = self._free[-(-num_bytes // VECTOR_BYTES) * VECTOR_BYTES:]
+        return taken
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
     kind: int
     shape: tuple[int, int]                      # N, K
     group: int                                  # of affine kinds; 0 for others
     strip_bytes: int
-    memory: Any
+    strips: NDArray[np.uint8]                   # [strips, strip_bytes]
     address: int
 
     @property
@@ -40,7 +58,7 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        return self.num_pairs * 2 * self.strip_bytes
+        return self.strips.nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,16 +81,16 @@ class PackedLinear:
         return sum(part.nbytes for part in self.parts)
 
 
-def pack_weight(weight: Weight) -> PackedWeight:
-    return _pack_affine(weight) if isinstance(weight, Affine) else _pack_dense(weight)
+def pack_weight(weight: Weight, arena: Arena) -> PackedWeight:
+    return _pack_affine(weight, arena) if isinstance(weight, Affine) else _pack_dense(weight, arena)
 
 
-def pack_linear(linear: Linear, packed: dict[int, PackedWeight]) -> PackedLinear:
+def pack_linear(linear: Linear, arena: Arena, packed: dict[int, PackedWeight]) -> PackedLinear:
     """packed: by `id`, weights that are packed already and shared (a tied head)."""
-    parts = tuple(packed.get(id(part)) or pack_weight(part) for part in _merge(linear.parts))
+    parts = tuple(packed.get(id(part)) or pack_weight(part, arena) for part in _merge(linear.parts))
     biases, first = [], 0
     for part in parts:
-        bias = np.frombuffer(allocate(part.num_pairs * PAIR * 4), np.float32)
+        bias = arena.take(part.num_pairs * PAIR * 4).view(np.float32)
         n = part.shape[0]
         if linear.bias is not None:
             bias[:n] = linear.bias[first:first + n]
@@ -97,10 +115,9 @@ def _merge(parts: tuple[Weight, ...]) -> list[Weight]:
     return merged
 
 
-def _allocate_strips(num_outputs: int, strip_bytes: int) -> tuple[Any, NDArray[np.uint8]]:
+def _new_strips(num_outputs: int, strip_bytes: int, arena: Arena) -> NDArray[np.uint8]:
     num_strips = 2 * -(-num_outputs // PAIR)
-    memory = allocate(num_strips * strip_bytes)
-    return memory, np.frombuffer(memory, np.uint8).reshape(num_strips, strip_bytes)
+    return arena.take(num_strips * strip_bytes).reshape(num_strips, strip_bytes)
 
 
 def _strips(rows: NDArray[Any]) -> NDArray[Any]:
@@ -111,11 +128,11 @@ def _strips(rows: NDArray[Any]) -> NDArray[Any]:
     return rows.reshape(-1, LANES, rows.shape[1])
 
 
-def _pack_affine(weight: Affine) -> PackedWeight:
+def _pack_affine(weight: Affine, arena: Arena) -> PackedWeight:
     n, k = weight.shape
     num_groups, row_bytes = k // weight.group, weight.group * weight.bits // 8
     group_bytes = GROUP_HEAD_BYTES + row_bytes * LANES
-    memory, strips = _allocate_strips(n, num_groups * group_bytes)
+    strips = _new_strips(n, num_groups * group_bytes, arena)
     num_strips = -(-n // LANES)
     groups = strips[:num_strips].reshape(num_strips, num_groups, group_bytes)
     head = groups[:, :, :GROUP_HEAD_BYTES].view(np.float32)                                    # [strips, groups, 32]
@@ -125,17 +142,17 @@ def _pack_affine(weight: Affine) -> PackedWeight:
     rows = groups[:, :, GROUP_HEAD_BYTES:].reshape(num_strips, num_groups, row_bytes, LANES)
     np.copyto(rows, codes.transpose(0, 2, 3, 1))
     kind = AFFINE4 if weight.bits == 4 else AFFINE8
-    return PackedWeight(kind, (n, k), weight.group, strips.shape[1], memory, address_of(memory))
+    return PackedWeight(kind, (n, k), weight.group, strips.shape[1], strips, address_of(strips))
 
 
-def _pack_dense(weight: Dense) -> PackedWeight:
+def _pack_dense(weight: Dense, arena: Arena) -> PackedWeight:
     n, k = weight.shape
     if weight.is_bf16:
         kind, dtype = BFLOAT16, np.dtype(np.uint16)
     else:
         kind, dtype = (FLOAT16 if weight.data.dtype == np.float16 else FLOAT32), weight.data.dtype
     assert dtype in (np.uint16, np.float16, np.float32), f"a dense weight of {dtype}"
-    memory, strips = _allocate_strips(n, k * LANES * dtype.itemsize)
+    strips = _new_strips(n, k * LANES * dtype.itemsize, arena)
     num_strips = -(-n // LANES)
     np.copyto(strips[:num_strips].view(dtype).reshape(num_strips, k, LANES), _strips(weight.data).transpose(0, 2, 1))
-    return PackedWeight(kind, (n, k), 0, strips.shape[1], memory, address_of(memory))
+    return PackedWeight(kind, (n, k), 0, strips.shape[1], strips, address_of(strips))

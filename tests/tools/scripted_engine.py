@@ -1,7 +1,7 @@
 """An engine without a model for the tools' tests: what it answers is written in the question.
 
-Run as a program it is `tools.chat` over that engine: python -m tests.tools.scripted_engine ARGS. When it stops it writes
-what it saw to the file that SCRIPTED_ENGINE_REPORT names.
+Run as a program it is `tools.chat` over that engine: python -m tests.tools.scripted_engine ARGS. When it stops it
+writes what it saw to the file that SCRIPTED_ENGINE_REPORT names.
 """
 from __future__ import annotations
 

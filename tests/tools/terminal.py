@@ -50,16 +50,20 @@ class Terminal:
         """Read output until all `texts` are on the screen or above it; all lines then."""
         while not all(text in self.text() for text in texts):
             try:
-                self._stream.feed(self.child.read_nonblocking(65536, timeout=TIMEOUT_S))
+                self.read()
             except (pexpect.TIMEOUT, pexpect.EOF) as error:
                 raise AssertionError(f"{type(error).__name__} before {texts!r}; the screen:\n{self.text()}") from None
         return self.lines()
+
+    def read(self) -> None:
+        """Wait for output and put it on the screen."""
+        self._stream.feed(self.child.read_nonblocking(65536, timeout=TIMEOUT_S))
 
     def wait_for_exit(self) -> int:
         """Read output to its end; the exit code."""
         while True:
             try:
-                self._stream.feed(self.child.read_nonblocking(65536, timeout=TIMEOUT_S))
+                self.read()
             except pexpect.EOF:
                 break
         self.child.wait()

@@ -65,10 +65,12 @@ def test_the_endpoint_follows_the_body_and_a_stream_must_finish() -> None:
 
     asyncio.run(run())
     streamed = {"stream": True, "stream_options": {"include_usage": True}}
-    assert seen == [("/v1/completions", {"prompt": "x", **streamed}), ("/v1/chat/completions", {"messages": [], **streamed})]
+    assert seen == [("/v1/completions", {"prompt": "x", **streamed}),
+                    ("/v1/chat/completions", {"messages": [], **streamed})]
 
 
-@pytest.mark.parametrize(("listing", "name"), [({"data": [{"id": "m"}, {"id": "n"}]}, "m"), ({"data": []}, None), ([], None)])
+@pytest.mark.parametrize(("listing", "name"), [
+    ({"data": [{"id": "m"}, {"id": "n"}]}, "m"), ({"data": []}, None), ([], None)])
 def test_the_first_model(listing: Any, name: str | None) -> None:
     async def handle(exchange: Exchange) -> None:
         exchange.answer_json(200, listing)

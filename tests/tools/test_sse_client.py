@@ -24,8 +24,8 @@ def cut(data: bytes, cuts: list[int]) -> list[bytes]:
 
 @given(st.sampled_from([b"\n", b"\r\n", b"\r"]), st.lists(st.integers(0, 10_000)))
 def test_events_do_not_depend_on_how_the_bytes_are_cut(newline: bytes, cuts: list[int]) -> None:
-    lines = [b": a comment", b"", b"event: x", b"id: 1", b"data: one", b"", b"data:two", b"data:  lines", b"data", b"", b"",
-             "data: zwölf 日本".encode(), b"retry: 5", b"", b"datax: no", b"", b"data: unfinished"]
+    lines = [b": a comment", b"", b"event: x", b"id: 1", b"data: one", b"", b"data:two", b"data:  lines", b"data", b"",
+             b"", "data: zwölf 日本".encode(), b"retry: 5", b"", b"datax: no", b"", b"data: unfinished"]
     stream = newline.join(lines)
     parser = EventParser()
     events = [event for part in cut(stream, cuts) for event in parser.feed(part)]
@@ -62,8 +62,8 @@ def test_chunks_do_not_depend_on_how_the_bytes_are_cut(chunks: list[bytes], cuts
     decoder.end()
 
 
-@pytest.mark.parametrize("stream", [b"xyz\r\n", b"\r\n", b"-1\r\nx", b"+5\r\n", b"0x5\r\n", b"1_0\r\n", b"f" * 16 + b"\r\n",
-                                    b"3\r\nabcd\r\n", b"1" * 70_000])
+@pytest.mark.parametrize("stream", [b"xyz\r\n", b"\r\n", b"-1\r\nx", b"+5\r\n", b"0x5\r\n", b"1_0\r\n",
+                                    b"f" * 16 + b"\r\n", b"3\r\nabcd\r\n", b"1" * 70_000])
 def test_malformed_chunks_are_refused(stream: bytes) -> None:
     with pytest.raises(ServerError, match="chunk"):
         BodyDecoder({"transfer-encoding": "chunked"}).feed(stream)

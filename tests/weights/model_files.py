@@ -2,17 +2,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
-import safetensors
 from numpy.typing import NDArray
+from safetensors import deserialize
 from safetensors.numpy import save_file
 
 GOLDEN_MODELS = Path(__file__).parents[1] / "golden" / "models"
+GOLDEN_NAMES = ["llama", "llama-tied-rope3", "llama-linear", "llama-yarn", "mistral-window", "qwen2", "qwen3", "gemma2",
+                "gemma3"]
 QType = gguf.GGMLQuantizationType
 
 # Metadata that a GGUF reader needs and its key under "ARCHITECTURE."; the rest of config.json is written by hand below.
@@ -67,9 +69,9 @@ def write_gguf(path: Path, architecture: str, metadata: Mapping[str, Any],
 
 def read_folder(folder: Path) -> dict[str, NDArray[np.float32]]:
     """Every tensor of a golden model (bf16) as float32, through the safetensors library."""
-    raw = safetensors.deserialize((folder / "model.safetensors").read_bytes())
+    read: Callable[[bytes], list[tuple[str, dict[str, Any]]]] = deserialize
     return {name: (np.frombuffer(entry["data"], "<u2").astype(np.uint32) << 16).view(np.float32).reshape(entry["shape"])
-            for name, entry in raw}
+            for name, entry in read((folder / "model.safetensors").read_bytes())}
 
 
 def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, NDArray[np.float32]],
@@ -79,6 +81,15 @@ def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
     (folder / "config.json").write_text(json.dumps(config))
     save_file(dict(tensors), folder / file)
     return folder
+
+
+def refusal(action: Callable[[], object]) -> str | None:
+    """The text of the ValueError that `action` ends with, if any. Other exceptions pass."""
+    try:
+        action()
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def golden_config(name: str) -> dict[str, Any]:

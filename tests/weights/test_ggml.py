@@ -4,7 +4,7 @@ from __future__ import annotations
 import gguf
 import numpy as np
 import pytest
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from weights.ggml import TYPES, UNSUPPORTED, weight_from_bytes
 from weights.quant import Affine, Dense, dequantize, take_rows, unpack_codes
@@ -98,8 +98,8 @@ def test_four_bit_codes_are_packed_in_pairs_of_neighbours() -> None:
 
 
 @pytest.mark.parametrize(("number", "dtype"), [(0, np.float32), (1, np.float16)])
-def test_floats_stay_a_view(number: int, dtype: type) -> None:
-    values = np.arange(12, dtype=dtype).reshape(3, 4)
+def test_floats_stay_a_view(number: int, dtype: DTypeLike) -> None:
+    values = np.arange(12).reshape(3, 4).astype(dtype)
     weight = weight_from_bytes(TYPES[number], values.view(np.uint8).reshape(-1), 3)
     assert isinstance(weight, Dense)
     assert np.shares_memory(weight.data, values)

@@ -50,7 +50,7 @@ def test_llama3() -> None:
     assert close(rope_spec(128, 131072, LLAMA3), expected)
 
 
-def yarn(head_dim: int, theta: float, factor: float, original: int, fast: float, slow: float, whole: bool) -> list[float]:
+def yarn(head_dim: int, theta: float, factor: float, original: int, fast: int, slow: int, whole: bool) -> list[float]:
     def dimension(turns: float) -> float:
         return head_dim / 2 * math.log(original / (turns * 2 * math.pi), theta)
 

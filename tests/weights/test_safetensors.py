@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import struct
 import tracemalloc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from tests.weights.model_files import GOLDEN_MODELS, read_folder, write_folder
+from tests.weights.model_files import GOLDEN_MODELS, read_folder, refusal, write_folder
 from weights.quant import Dense, dequantize
 from weights.safetensors import Checkpoint
 
@@ -85,29 +86,28 @@ BAD = {
     "deep nesting": (image(b"[" * 100_000), "bad JSON"),
     "not UTF-8": (image(b'{"\xff": 1}'), "not UTF-8"),
     "duplicate keys": (image(b'{"a": %b, "a": %b}' % ((json.dumps(entry()).encode(),) * 2)), "'a' appears twice"),
-    "entry": (image({"a": [1]}), "tensor a"),
-    "missing dtype": (image({"a": {"shape": [3, 4], "data_offsets": [0, 48]}}), "tensor a"),
-    "more in the entry": (image({"a": entry() | {"strides": [1]}}), "tensor a"),
-    "unknown dtype": (image({"a": entry(dtype="F99")}), "unknown dtype 'F99'"),
-    "dtype that is a list": (image({"a": entry(dtype=["F32"])}), "unknown dtype"),
-    "negative shape": (image({"a": entry(shape=[-3, -4])}), "bad shape"),
-    "fractional shape": (image({"a": entry(shape=[3.0, 4])}), "bad shape"),
-    "shape true": (image({"a": entry(shape=[12, True])}), "bad shape"),
-    "shape that is a number": (image({"a": entry(shape=12)}), "bad shape"),
-    "huge shape": (image({"a": entry(shape=[1 << 62, 1 << 62])}), "needs"),
-    "endless shape": (image({"a": entry(shape=[2] * 1000)}), "bad shape"),
-    "three offsets": (image({"a": entry() | {"data_offsets": [0, 48, 48]}}), "bad data_offsets"),
-    "negative offsets": (image({"a": entry(-48, 0)}), "bad data_offsets"),
-    "reversed offsets": (image({"a": entry(48, 0)}), "hold -48 bytes"),
-    "offsets that do not fit the shape": (image({"a": entry(0, 44)}), "needs 48"),
-    "offsets past the end": (image({"a": entry(), "b": entry(48, 96)}), "truncated"),
-    "offsets far past the end": (image({"a": entry(1 << 60, (1 << 60) + 48)}), "a gap"),
-    "overlap": (image({"a": entry(), "b": entry(24, 72)}, bytes(96)), "overlapping"),
-    "the same place twice": (image({"a": entry(), "b": entry()}), "overlapping"),
-    "gap": (image({"a": entry(), "b": entry(52, 100)}, bytes(100)), "a gap"),
-    "one byte cut off": (GOOD[:-1], "truncated"),
-    "a kilobyte cut off": (image({"a": entry(0, 4096, [1024])}, bytes(4096 - 1024)), "truncated"),
-    "trailing bytes": (GOOD + bytes(8), "8 bytes follow"),
+    "entry": (image({"a": [1]}), "damaged"),
+    "missing dtype": (image({"a": {"shape": [3, 4], "data_offsets": [0, 48]}}), "damaged"),
+    "unknown dtype": (image({"a": entry(dtype="F99")}), "damaged"),
+    "dtype that is a list": (image({"a": entry(dtype=["F32"])}), "damaged"),
+    "negative shape": (image({"a": entry(shape=[-3, -4])}), "damaged"),
+    "fractional shape": (image({"a": entry(shape=[3.0, 4])}), "damaged"),
+    "shape true": (image({"a": entry(shape=[12, True])}), "damaged"),
+    "shape that is a number": (image({"a": entry(shape=12)}), "damaged"),
+    "huge shape": (image({"a": entry(shape=[1 << 62, 1 << 62])}), "damaged"),
+    "endless shape": (image({"a": entry(shape=[2] * 1000)}), "damaged"),
+    "three offsets": (image({"a": entry() | {"data_offsets": [0, 48, 48]}}), "damaged"),
+    "negative offsets": (image({"a": entry(-48, 0)}), "damaged"),
+    "reversed offsets": (image({"a": entry(48, 0)}), "damaged"),
+    "offsets that do not fit the shape": (image({"a": entry(0, 44)}), "damaged"),
+    "offsets past the end": (image({"a": entry(), "b": entry(48, 96)}), "damaged"),
+    "offsets far past the end": (image({"a": entry(1 << 60, (1 << 60) + 48)}), "damaged"),
+    "overlap": (image({"a": entry(), "b": entry(24, 72)}, bytes(96)), "damaged"),
+    "the same place twice": (image({"a": entry(), "b": entry()}), "damaged"),
+    "gap": (image({"a": entry(), "b": entry(52, 100)}, bytes(100)), "damaged"),
+    "one byte cut off": (GOOD[:-1], "damaged"),
+    "a kilobyte cut off": (image({"a": entry(0, 4096, [1024])}, bytes(4096 - 1024)), "damaged"),
+    "trailing bytes": (GOOD + bytes(8), "damaged"),
 }
 
 
@@ -151,15 +151,12 @@ def test_damage_raises_only_value_errors(tmp_path: Path, data: st.DataObject) ->
     for _ in range(data.draw(st.integers(0, 3))):
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
     (tmp_path / "model.safetensors").write_bytes(damaged[:data.draw(st.integers(1, len(damaged)))])
-    try:
+    causes = [refusal(lambda: Checkpoint(tmp_path))]
+    if causes == [None]:
         checkpoint = Checkpoint(tmp_path)
-        for name, shape in checkpoint.shapes.items():
-            if len(shape) == 2:
-                checkpoint.weight(name)
-            else:
-                checkpoint.vector(name)
-    except ValueError as error:
-        assert str(error).startswith(str(tmp_path))
+        causes = [refusal(partial(read, name)) for name in checkpoint.shapes
+                  for read in (checkpoint.weight, checkpoint.vector)]
+    assert all(cause is None or cause.startswith(str(tmp_path)) for cause in causes)
 
 
 # Shards
@@ -219,7 +216,7 @@ def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
     folder = sharded(tmp_path / "m", PLACES)
     path = folder / SHARD(2)
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=f"{SHARD(2)}: truncated"):
+    with pytest.raises(ValueError, match=f"{SHARD(2)}: damaged"):
         Checkpoint(folder)
 
 

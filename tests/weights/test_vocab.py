@@ -45,7 +45,8 @@ def check_golden(vocab: Vocab, name: str) -> None:
 def test_smollm2_encodes_as_transformers_and_llama_cpp() -> None:
     vocab = Vocab.load(open_model(resolve("smollm2", print).path))
     check_golden(vocab, "smollm2")
-    assert (vocab.size, vocab.bos_id, vocab.prefix_ids, vocab.stop_ids) == (49152, 1, (), {2})
+    assert (vocab.size, vocab.bos_id, vocab.prefix_ids) == (49152, 1, ())
+    assert vocab.stop_ids == {2}
 
 
 @pytest.mark.slow

@@ -1,0 +1,213 @@
+"""Serve a model over HTTP: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics.
+
+  python -m tools.serve --model smollm2 --port 8000
+
+The port is bound before the model is read; until it is ready, /health answers 503. SIGTERM or SIGINT: new requests get
+503 and running ones finish, for at most --shutdown-timeout seconds; a second signal ends at once.
+
+Exit code: 0 after a signal, 1 where the port or the model cannot be used or the engine ended, 2 for bad arguments,
+128 + N where signal N ended it at once.
+"""
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from tools.client_args import SWITCH_INTERVAL_S, EngineFactory
+from tools.engine_args import add_engine_args, engine_config, start_logging
+
+# NOTE: nothing that reads or computes a model is imported before the port is bound: a port that is in use is told at
+# once. So `api` and uvicorn come inside functions.
+if TYPE_CHECKING:
+    from api.engine import Engine, EngineInfo
+
+log = logging.getLogger("troupe.serve")
+
+BACKLOG = 2048
+ENGINE_CHECK_S = 0.5                        # how often the engine's life is looked at
+CLOSE_TIMEOUT_S = 5                         # for answers that are complete to reach their readers
+
+
+class Signals:
+    """The first signal asks to stop, if there is something to finish; before that, or asked again, it ends at once."""
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def install(self) -> None:
+        for name in ("SIGINT", "SIGTERM", "SIGBREAK"):
+            if hasattr(signal, name):       # SIGBREAK is Windows'
+                signal.signal(getattr(signal, name), self._handle)
+
+    def expect_stop(self) -> None:
+        """From now on the first signal sets `stop`, in the running loop."""
+        self._loop = asyncio.get_running_loop()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._loop is None:
+            # NOTE: no clean-up: loading cannot be interrupted, nor an engine that did not stop when asked.
+            os._exit(128 + number)
+        self._loop.call_soon_threadsafe(self.stop.set)
+        self._loop = None
+
+
+class JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {"time": self.formatTime(record), "level": record.levelname, "logger": record.name,
+                 "message": record.getMessage()}
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket, on IPv4 where the host has both. Raises: OSError."""
+    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = min(infos, key=lambda info: info[0] != socket.AF_INET)
+    listener = socket.socket(family, kind, protocol)
+    try:
+        if os.name == "posix":              # elsewhere the option would let two servers share a port
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+async def serve(args: argparse.Namespace, listener: socket.socket, signals: Signals,
+                engine_factory: EngineFactory | None) -> int:
+    """The exit code."""
+    # Imports take a good part of a second; the socket answers to the system meanwhile.
+    import uvicorn
+
+    from api.engine import Engine
+    from api.server import create_app
+    from api.service import Service
+
+    class Server(uvicorn.Server):
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield                           # signals are ours
+
+    service = Service()
+    server = Server(uvicorn.Config(create_app(service), log_config=None, access_log=args.log_level == "debug",
+                                   lifespan="off", timeout_graceful_shutdown=CLOSE_TIMEOUT_S, backlog=BACKLOG))
+    answering = asyncio.create_task(server.serve(sockets=[listener]))
+    begin_s = time.monotonic()
+    settings = engine_config(args)
+    if args.served_model_name:
+        settings["served_model_name"] = tuple(args.served_model_name)
+    try:
+        async with (engine_factory or Engine.start)(args.model, progress=log.info, **settings) as engine:
+            signals.expect_stop()
+            service.serve(engine)
+            _log_start(engine.info, time.monotonic() - begin_s, args)
+            await _until_asked_or_dead(engine, signals.stop)
+            if engine.dead is not None:
+                _say(f"the engine ended: {engine.dead}")
+                return 1
+            log.info("stopping: %d requests are open", service.num_open)
+            if not await service.drain(args.shutdown_timeout):
+                log.warning("%d requests did not finish within %g s", service.num_open, args.shutdown_timeout)
+    except (ValueError, OSError) as error:
+        _say(str(error))
+        return 1
+    finally:
+        # The engine is over: requests that were still open end with an error of their own.
+        server.should_exit = True
+        await answering
+    return 0
+
+
+async def _until_asked_or_dead(engine: Engine, stop: asyncio.Event) -> None:
+    while engine.dead is None and not stop.is_set():
+        try:
+            async with asyncio.timeout(ENGINE_CHECK_S):
+                await stop.wait()
+        except TimeoutError:
+            pass
+
+
+def _log_start(info: EngineInfo, elapsed_s: float, args: argparse.Namespace) -> None:
+    log.info("model %s (%s) from %s", ", ".join(info.model_names), info.architecture, info.model_path)
+    log.info("device %s: %s", info.device, info.device_reason)
+    log.info("stop tokens: %s", ", ".join(
+        f"{token_id} {token!r}" for token_id, token in zip(info.stop_token_ids, info.stop_tokens, strict=True)))
+    log.info("KV cache: %d tokens in %.0f MiB, enough for %.1f sequences of the full %d tokens",
+             info.kv_capacity_tokens, info.kv_bytes / 2**20, info.kv_capacity_tokens / info.max_model_len,
+             info.max_model_len)
+    log.info("ready after %.2f s", elapsed_s)
+
+
+def _say(line: str) -> None:
+    print(f"serve: {' '.join(line.split())}", file=sys.stderr)
+
+
+def _port(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or int(text[:6]) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port (0 to 65535; 0 takes a free one)")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise ValueError
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="serve", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--host", default="127.0.0.1", help="(default: 127.0.0.1, this machine only)")
+    parser.add_argument("--port", type=_port, default=8000, help="0 takes a free one (default: 8000)")
+    parser.add_argument("--served-model-name", nargs="+", metavar="NAME",
+                        help="what requests may call the model; replies say the first (default: the model's own name)")
+    parser.add_argument("--shutdown-timeout", type=_seconds, default=30.0, metavar="SECONDS",
+                        help="for running requests to finish after a signal (default: 30)")
+    parser.add_argument("--log-format", choices=("text", "json"), default="text", help="(default: text)")
+    add_engine_args(parser)
+    parser.set_defaults(log_level="info")
+    return parser
+
+
+def run(argv: Sequence[str], engine_factory: EngineFactory | None = None) -> int:
+    """The exit code. `engine_factory`: in place of Engine.start."""
+    args = _parser().parse_args(argv)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    start_logging(args)
+    if args.log_format == "json":
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(JsonFormatter())
+    signals = Signals()
+    signals.install()
+    try:
+        listener = listen(args.host, args.port)
+    except OSError as error:
+        _say(f"cannot listen on {args.host} port {args.port}: {error.strerror or error}")
+        return 1
+    host, port = listener.getsockname()[:2]
+    log.info("listening on http://%s:%d; loading %s", f"[{host}]" if ":" in host else host, port, args.model)
+    return asyncio.run(serve(args, listener, signals, engine_factory))
+
+
+def main() -> int:
+    return run(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
