@@ -17,6 +17,7 @@ from actors.messages import Abort, Generate
 from actors.output import OutputRouter
 from actors.policy.block_pool import BlockPool, Group
 from actors.policy.scheduler import SchedulerConfig, SchedulerMessage, SchedulerPolicy
+from actors.sampling_params import ParameterError, SamplingParams
 from actors.scheduler import Scheduler
 from actors.tokenizer import Tokenizer
 from cuda.kv_cache import block_bytes, blocks_for, kv_groups, size_kv_cache
@@ -166,6 +167,7 @@ class System:
         self.runner, self.vocab = await asyncio.gather(self.executor.load(lambda: self._make_runner(model)),
                                                        asyncio.to_thread(self._timed_vocab, model))
         pool_groups = tuple(Group(n, group.window) for n, group in zip(self.sizes.num_blocks, self.groups, strict=True))
+        self.sampling_defaults = self._sampling_defaults()
         self.pool = KVPool(BlockPool(pool_groups), check=config.check_integrity)
         self.tokenizer = Tokenizer(self.vocab, self.sizes.max_model_len, scheduler_inbox, self.output.deliver,
                                    config.seed)
@@ -173,6 +175,17 @@ class System:
             max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.sizes.max_model_len, groups=pool_groups))
         self.scheduler = Scheduler(policy, scheduler_inbox, self.pool, self.executor, self.tokenizer.inbox)
+
+    def _sampling_defaults(self) -> dict[str, float]:
+        """Of generation_config.json. Raises: ValueError here, not in every request, where they are out of range."""
+        if self.config.generation_config == "none":
+            return {}
+        try:
+            SamplingParams(**self.vocab.defaults)  # type: ignore[arg-type]
+        except ParameterError as error:
+            raise ValueError(f"generation_config.json of {self.model_name}: {error} "
+                             f"(generation_config none ignores the file)") from None
+        return dict(self.vocab.defaults)
 
     def _timed_vocab(self, model: ModelFile) -> Vocab:
         begin_s = time.perf_counter()

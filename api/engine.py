@@ -219,5 +219,5 @@ def _info(system: System) -> EngineInfo:
         max_num_seqs=config.max_num_seqs, device=system.device, device_reason=system.device_reason,
         stop_token_ids=stop_ids, stop_tokens=tuple(vocab.token_text(i) for i in stop_ids),
         has_chat_template=vocab.has_chat_template,
-        default_sampling=dict(vocab.defaults) if config.generation_config == "auto" else {},
+        default_sampling=dict(system.sampling_defaults),
         startup_s=tuple(system.start_up.stages))

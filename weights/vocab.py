@@ -42,7 +42,7 @@ class Vocab:
     def __init__(self, tokenizer: Tokenizer, *, origin: str, roles: Mapping[str, str], prefix_ids: Sequence[int] = (),
                  stop_ids: Iterable[int] = (), chat_template: str | None = None,
                  defaults: Mapping[str, float] | None = None) -> None:
-        """`origin` names the model in errors; `roles` has the texts of bos_token, eos_token and the like.
+        """`origin` names the files in errors of loading; `roles` has the texts of bos_token, eos_token and the like.
 
         Raises: ValueError for a chat template or decoder that cannot be used.
         """
@@ -50,7 +50,6 @@ class Vocab:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._origin = origin
         self._added = dict(sorted(tokenizer.get_added_tokens_decoder().items()))
         self._special_id_of = {token.content: token_id for token_id, token in self._added.items() if token.special}
         self._unknown_id = _token_id(tokenizer, roles.get("unk_token"))
@@ -74,6 +73,7 @@ class Vocab:
 
     @staticmethod
     def from_gguf(file: Gguf) -> Vocab:
+        """From a GGUF file's metadata."""
         return _from_gguf(file)
 
     @staticmethod
@@ -149,7 +149,7 @@ class Vocab:
         try:
             return tokenizer.encode(text, add_special_tokens=False).ids
         except Exception as error:          # the library raises bare Exception
-            raise ValueError(f"{self._origin}: the tokenizer cannot encode the text: {error}") from None
+            raise ValueError(f"the tokenizer cannot encode the text: {error}") from None
 
     def _with_prefix(self, ids: list[int]) -> list[int]:
         prefix = list(self.prefix_ids)
@@ -161,7 +161,7 @@ class Vocab:
         Returns it and, by the characters' code points, what they stand for.
         """
         if self._template is None:
-            raise ValueError(f"{self._origin} has no chat template; use completions")
+            raise ValueError("this model has no chat template; use completions")
         checked = check_messages(messages)
         placeholders: dict[str, str] = {}
         free = _unused_private_characters(checked)
@@ -211,6 +211,7 @@ class Vocab:
             literal.pre_tokenizer = self._tokenizer.pre_tokenizer
         literal.add_tokens(list(self._added.values()))
         literal.encode_special_tokens = True
+        assert literal.get_added_tokens_decoder().keys() == self._added.keys(), "added tokens keep their ids"
         return literal
 
     def _encode_literally(self, text: str) -> list[int]:

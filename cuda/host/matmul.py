@@ -19,13 +19,13 @@ from cuda.host.simd import (
     load_bf16,
     load_codes,
     load_f16,
-    load_f32,
     load_i64,
     low_nibble,
-    splat,
     store,
     store_first,
     tile,
+    tile_affine4,
+    tile_affine8,
     tile_pair,
     to_float,
 )
@@ -88,49 +88,6 @@ def unpack(kind, strip, in_features, group, w):
             store(w + k * VECTOR_BYTES, load_bf16(strip + k * 2 * LANES))
 
 
-@inner
-def multiply_row_affine4(first, second, num_groups, group, x, start, y):
-    """One row with a pair of strips, unpacked on the way."""
-    sum_first, sum_second = load(start), load(start + VECTOR_BYTES)
-    for _ in range(num_groups):
-        scale_first, offset_first = load(first), load(first + VECTOR_BYTES)
-        scale_second, offset_second = load(second), load(second + VECTOR_BYTES)
-        first += GROUP_HEAD_BYTES
-        second += GROUP_HEAD_BYTES
-        for _ in range(group // 2):
-            x_low, x_high = splat(load_f32(x)), splat(load_f32(x + 4))
-            codes = load_codes(first)
-            sum_first = fma(fma(low_nibble(codes), scale_first, offset_first), x_low, sum_first)
-            sum_first = fma(fma(high_nibble(codes), scale_first, offset_first), x_high, sum_first)
-            codes = load_codes(second)
-            sum_second = fma(fma(low_nibble(codes), scale_second, offset_second), x_low, sum_second)
-            sum_second = fma(fma(high_nibble(codes), scale_second, offset_second), x_high, sum_second)
-            first += LANES
-            second += LANES
-            x += 8
-    store(y, sum_first)
-    store(y + VECTOR_BYTES, sum_second)
-
-
-@inner
-def multiply_row_affine8(first, second, num_groups, group, x, start, y):
-    sum_first, sum_second = load(start), load(start + VECTOR_BYTES)
-    for _ in range(num_groups):
-        scale_first, offset_first = load(first), load(first + VECTOR_BYTES)
-        scale_second, offset_second = load(second), load(second + VECTOR_BYTES)
-        first += GROUP_HEAD_BYTES
-        second += GROUP_HEAD_BYTES
-        for _ in range(group):
-            value = splat(load_f32(x))
-            sum_first = fma(fma(to_float(load_codes(first)), scale_first, offset_first), value, sum_first)
-            sum_second = fma(fma(to_float(load_codes(second)), scale_second, offset_second), value, sum_second)
-            first += LANES
-            second += LANES
-            x += 4
-    store(y, sum_first)
-    store(y + VECTOR_BYTES, sum_second)
-
-
 def linear(arguments, first, last, scratch):
     """y [T, N] = x [T, K] W^T + bias; an item is a pair of strips."""
     x, x_stride = load_i64(arguments), load_i64(arguments + 8)
@@ -140,14 +97,14 @@ def linear(arguments, first, last, scratch):
     weight, strip_bytes, bias = load_i64(arguments + 72), load_i64(arguments + 80), load_i64(arguments + 88)
     num_tiles = (num_rows + MAX_ROWS - 1) // MAX_ROWS
     unpacked = scratch + EDGE_BYTES
+    fused = num_rows <= PAIR_ROWS and (kind == AFFINE4 or kind == AFFINE8)
     for pair in range(first, last):
         strip = weight + 2 * pair * strip_bytes
         second_strip = strip + strip_bytes
         start = bias + pair * PAIR_BYTES
         outputs = min(PAIR, out_features - pair * PAIR)
-        alone = num_rows == 1 and (kind == AFFINE4 or kind == AFFINE8)
         w, second_w = strip, second_strip
-        if kind != FLOAT32 and not alone:
+        if kind != FLOAT32 and not fused:
             w = unpacked
             second_w = unpacked + in_features * VECTOR_BYTES
             unpack(kind, strip, in_features, group, w)
@@ -158,13 +115,15 @@ def linear(arguments, first, last, scratch):
             inputs, outs, out_stride = x + row * x_stride, y + row * y_stride + pair * PAIR_BYTES, y_stride
             if outputs < PAIR:
                 outs, out_stride = scratch, PAIR_BYTES
-            if not alone:
+            if not fused:
                 multiply_pair(rows, w, second_w, VECTOR_BYTES, inputs, x_stride, in_features, start, 0, outs,
                               out_stride)
             elif kind == AFFINE4:
-                multiply_row_affine4(strip, second_strip, in_features // group, group, inputs, start, outs)
+                tile_affine4(rows, strip, second_strip, in_features // group, group, inputs, x_stride, start, outs,
+                             out_stride)
             else:
-                multiply_row_affine8(strip, second_strip, in_features // group, group, inputs, start, outs)
+                tile_affine8(rows, strip, second_strip, in_features // group, group, inputs, x_stride, start, outs,
+                             out_stride)
             if outputs < PAIR:
                 for r in range(rows):
                     edge, target = scratch + r * PAIR_BYTES, y + (row + r) * y_stride + pair * PAIR_BYTES

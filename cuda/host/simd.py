@@ -13,6 +13,7 @@ import operator
 import platform
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -131,6 +132,17 @@ def _select(builder: ir.IRBuilder, comparison: str, x: ir.Value, y: ir.Value, th
     return builder.select(builder.fcmp_ordered(comparison, x, y), then, other)
 
 
+def _codes(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    return builder.zext(_load(builder, address, ir.VectorType(_I8, LANES), 1), _INTEGERS)
+
+
+def _code_floats(builder: ir.IRBuilder, codes: ir.Value, bits: int, nibble: int) -> ir.Value:
+    """Bytes, or their low (0) or high (1) nibbles, as floats."""
+    if bits == 4:
+        codes = builder.lshr(codes, _integers(4)) if nibble else builder.and_(codes, _integers(15))
+    return builder.sitofp(codes, _VECTOR)
+
+
 def _exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     lowest, highest = _constant(-87.3), _constant(88.3)
     clamped = _select(builder, "<", x, lowest, lowest, x)           # a NaN stays: its comparisons are false
@@ -239,7 +251,7 @@ def store_first(builder: ir.IRBuilder, address: ir.Value, vector: ir.Value, coun
 @instruction(I32x16, types.int64)
 def load_codes(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """16 bytes as integers 0..255."""
-    return builder.zext(_load(builder, address, ir.VectorType(_I8, LANES), 1), _INTEGERS)
+    return _codes(builder, address)
 
 
 @instruction(F32x16, types.int64)
@@ -282,19 +294,19 @@ def splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
 
 @instruction(F32x16, I32x16)
 def to_float(builder: ir.IRBuilder, codes: ir.Value) -> ir.Value:
-    return builder.sitofp(codes, _VECTOR)
+    return _code_floats(builder, codes, 8, 0)
 
 
 @instruction(F32x16, I32x16)
 def low_nibble(builder: ir.IRBuilder, codes: ir.Value) -> ir.Value:
     """Bits 0..3 of each byte, as floats."""
-    return builder.sitofp(builder.and_(codes, _integers(15)), _VECTOR)
+    return _code_floats(builder, codes, 4, 0)
 
 
 @instruction(F32x16, I32x16)
 def high_nibble(builder: ir.IRBuilder, codes: ir.Value) -> ir.Value:
     """Bits 4..7 of each byte, as floats."""
-    return builder.sitofp(builder.lshr(codes, _integers(4)), _VECTOR)
+    return _code_floats(builder, codes, 4, 1)
 
 
 @instruction(F32x16, F32x16, F32x16, F32x16)
@@ -409,43 +421,77 @@ def call(builder: ir.IRBuilder, function: ir.Value, a: ir.Value, b: ir.Value, c:
 
 # ---- The register tile: the one inner loop of matrix products and of attention
 
-# Rows of one tile: as many sums as fit the registers beside the weights and the input in use.
 HAS_AVX512 = "+avx512f" in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+# Rows of a tile: as many sums as fit the registers beside the weights and the input in use.
 PAIR_ROWS = 12 if HAS_AVX512 else 3             # with two vectors of outputs
 SINGLE_ROWS = 12 if HAS_AVX512 else 6           # with one
 MAX_ROWS = max(PAIR_ROWS, SINGLE_ROWS)
 
+_Accumulate = Callable[[list[ir.Value], ir.Value], None]
 
-def _tile(builder: ir.IRBuilder, max_rows: int, rows: ir.Value, weights: list[ir.Value], w_step: ir.Value,
-          x: ir.Value, x_stride: ir.Value, count: ir.Value, start: ir.Value, start_stride: ir.Value,
-          y: ir.Value, y_stride: ir.Value) -> None:
-    """One loop over k for each possible number of rows, chosen by a switch."""
-    sums = [[cgutils.alloca_once(builder, _VECTOR) for _ in weights] for _ in range(max_rows)]
+
+def _tile(builder: ir.IRBuilder, max_rows: int, num_vectors: int, rows: ir.Value, x: ir.Value, x_stride: ir.Value,
+          start: ir.Value, start_stride: ir.Value, y: ir.Value, y_stride: ir.Value,
+          multiply: Callable[[_Accumulate], None]) -> None:
+    """One version for each number of rows, chosen by a switch; sums stay in registers from start to y.
+
+    `multiply(accumulate)` builds the loop over k; `accumulate(weights, offset)` adds weights[v] * (the float at x +
+    offset of each row) to the rows' sums.
+    """
+    sums = [[cgutils.alloca_once(builder, _VECTOR) for _ in range(num_vectors)] for _ in range(max_rows)]
+
+    def row_addresses(base: ir.Value, stride: ir.Value, num_rows: int) -> list[ir.Value]:
+        return [builder.add(base, builder.mul(_I64(row), stride)) for row in range(num_rows)]
+
+    def accumulate(inputs: list[ir.Value], weights: list[ir.Value], offset: ir.Value) -> None:
+        for row, address in enumerate(inputs):
+            value = _splat(builder, _load(builder, builder.add(address, offset), _F32, 4))
+            for weight, total in zip(weights, sums[row], strict=True):
+                builder.store(_fma(builder, weight, value, builder.load(total, typ=_VECTOR)), total)
+
     done = builder.append_basic_block("tile_done")
     switch = builder.switch(rows, done)
     for num_rows in range(1, max_rows + 1):
         case = builder.append_basic_block(f"tile_{num_rows}")
         switch.add_case(_I64(num_rows), case)
         builder.position_at_end(case)
-        for row in range(num_rows):
-            for v in range(len(weights)):
-                first = builder.add(start, builder.mul(_I64(row), start_stride))
-                builder.store(_load(builder, builder.add(first, _I64(v * VECTOR_BYTES)), _VECTOR, 4), sums[row][v])
-        inputs = [builder.add(x, builder.mul(_I64(row), x_stride)) for row in range(num_rows)]
-        with cgutils.for_range(builder, count) as loop:
-            offset = builder.mul(loop.index, w_step)
-            w = [_load(builder, builder.add(weight, offset), _VECTOR, 4) for weight in weights]
-            x_offset = builder.mul(loop.index, _I64(4))
-            for row in range(num_rows):
-                value = _splat(builder, _load(builder, builder.add(inputs[row], x_offset), _F32, 4))
-                for v in range(len(weights)):
-                    builder.store(_fma(builder, w[v], value, builder.load(sums[row][v], typ=_VECTOR)), sums[row][v])
-        for row in range(num_rows):
-            for v in range(len(weights)):
-                first = builder.add(y, builder.mul(_I64(row), y_stride))
-                _store(builder, builder.add(first, _I64(v * VECTOR_BYTES)), builder.load(sums[row][v], typ=_VECTOR), 4)
+        for row, address in enumerate(row_addresses(start, start_stride, num_rows)):
+            for v, total in enumerate(sums[row]):
+                builder.store(_load(builder, builder.add(address, _I64(v * VECTOR_BYTES)), _VECTOR, 4), total)
+        multiply(partial(accumulate, row_addresses(x, x_stride, num_rows)))
+        for row, address in enumerate(row_addresses(y, y_stride, num_rows)):
+            for v, total in enumerate(sums[row]):
+                _store(builder, builder.add(address, _I64(v * VECTOR_BYTES)), builder.load(total, typ=_VECTOR), 4)
         builder.branch(done)
     builder.position_at_end(done)
+
+
+def _dense_loop(builder: ir.IRBuilder, weights: list[ir.Value], w_step: ir.Value, count: ir.Value,
+                accumulate: _Accumulate) -> None:
+    with cgutils.for_range(builder, count) as loop:
+        offset = builder.mul(loop.index, w_step)
+        accumulate([_load(builder, builder.add(weight, offset), _VECTOR, 4) for weight in weights],
+                   builder.mul(loop.index, _I64(4)))
+
+
+def _affine_loop(builder: ir.IRBuilder, bits: int, strips: list[ir.Value], num_groups: ir.Value, group: ir.Value,
+                 accumulate: _Accumulate) -> None:
+    """Over the packed strips of `pack.py`: a group's scales, its offsets, its rows of codes."""
+    codes_per_byte = 8 // bits
+    rows = builder.sdiv(group, _I64(codes_per_byte))
+    group_bytes = builder.add(builder.mul(rows, _I64(LANES)), _I64(2 * VECTOR_BYTES))
+    with cgutils.for_range(builder, num_groups) as outer:
+        heads = [builder.add(strip, builder.mul(outer.index, group_bytes)) for strip in strips]
+        scales = [_load(builder, head, _VECTOR, 4) for head in heads]
+        offsets = [_load(builder, builder.add(head, _I64(VECTOR_BYTES)), _VECTOR, 4) for head in heads]
+        with cgutils.for_range(builder, rows) as inner:
+            row = builder.add(builder.mul(inner.index, _I64(LANES)), _I64(2 * VECTOR_BYTES))
+            codes = [_codes(builder, builder.add(head, row)) for head in heads]
+            k = builder.add(builder.mul(outer.index, group), builder.mul(inner.index, _I64(codes_per_byte)))
+            for nibble in range(codes_per_byte):
+                weights = [_fma(builder, _code_floats(builder, code, bits, nibble), scale, offset)
+                           for code, scale, offset in zip(codes, scales, offsets, strict=True)]
+                accumulate(weights, builder.mul(builder.add(k, _I64(nibble)), _I64(4)))
 
 
 @instruction(types.void, *[types.int64] * 10)
@@ -457,13 +503,34 @@ def tile(builder: ir.IRBuilder, rows: ir.Value, w: ir.Value, w_step: ir.Value, x
     row. Every sum is one chain of fused multiply-adds in ascending k, whatever `rows` is: that is why a row's bits
     depend on nothing but the row.
     """
-    _tile(builder, SINGLE_ROWS, rows, [w], w_step, x, x_stride, count, start, start_stride, y, y_stride)
+    _tile(builder, SINGLE_ROWS, 1, rows, x, x_stride, start, start_stride, y, y_stride,
+          partial(_dense_loop, builder, [w], w_step, count))
 
 
 @instruction(types.void, *[types.int64] * 11)
-def tile_pair(builder: ir.IRBuilder, rows: ir.Value, w: ir.Value, w_second: ir.Value, w_step: ir.Value, x: ir.Value,
+def tile_pair(builder: ir.IRBuilder, rows: ir.Value, first: ir.Value, second: ir.Value, w_step: ir.Value, x: ir.Value,
               x_stride: ir.Value, count: ir.Value, start: ir.Value, start_stride: ir.Value, y: ir.Value,
               y_stride: ir.Value) -> None:
-    """`tile` for 32 outputs and 1 to PAIR_ROWS rows: the second 16 weights at `w_second` + k w_step, the second
-    vectors of start and y behind the first. The same bits as `tile` twice."""
-    _tile(builder, PAIR_ROWS, rows, [w, w_second], w_step, x, x_stride, count, start, start_stride, y, y_stride)
+    """`tile` for 32 outputs and 1 to PAIR_ROWS rows: weights at `first` and `second`; start and y have two vectors a
+    row. The same bits as `tile` twice."""
+    _tile(builder, PAIR_ROWS, 2, rows, x, x_stride, start, start_stride, y, y_stride,
+          partial(_dense_loop, builder, [first, second], w_step, count))
+
+
+@instruction(types.void, *[types.int64] * 10)
+def tile_affine4(builder: ir.IRBuilder, rows: ir.Value, first: ir.Value, second: ir.Value, num_groups: ir.Value,
+                 group: ir.Value, x: ir.Value, x_stride: ir.Value, start: ir.Value, y: ir.Value, y_stride: ir.Value
+                 ) -> None:
+    """`tile_pair` with two packed strips of 4-bit codes, unpacked on the way; one start for all rows. The same bits as
+    unpacking first."""
+    _tile(builder, PAIR_ROWS, 2, rows, x, x_stride, start, _I64(0), y, y_stride,
+          partial(_affine_loop, builder, 4, [first, second], num_groups, group))
+
+
+@instruction(types.void, *[types.int64] * 10)
+def tile_affine8(builder: ir.IRBuilder, rows: ir.Value, first: ir.Value, second: ir.Value, num_groups: ir.Value,
+                 group: ir.Value, x: ir.Value, x_stride: ir.Value, start: ir.Value, y: ir.Value, y_stride: ir.Value
+                 ) -> None:
+    """`tile_affine4` for 8-bit codes."""
+    _tile(builder, PAIR_ROWS, 2, rows, x, x_stride, start, _I64(0), y, y_stride,
+          partial(_affine_loop, builder, 8, [first, second], num_groups, group))

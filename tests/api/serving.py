@@ -51,6 +51,18 @@ class Answer:
         return [event.removeprefix("data: ") for event in events]
 
 
+def request(port: int, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Answer:
+    """`body`: bytes as they are, anything else as JSON."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
+    try:
+        content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        connection.request(method, path, content, headers or {})
+        response = connection.getresponse()
+        return Answer(response.status, response.headers, response.read())
+    finally:
+        connection.close()
+
+
 class Server:
     """`service` behind uvicorn on a free port of the loopback interface."""
 
@@ -95,15 +107,7 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def request(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Answer:
-        """`body`: bytes as they are, anything else as JSON."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT_S)
-        try:
-            content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-            connection.request(method, path, content, headers or {})
-            response = connection.getresponse()
-            return Answer(response.status, response.headers, response.read())
-        finally:
-            connection.close()
+        return request(self.port, method, path, body, headers)
 
     def complete(self, **fields: Any) -> Answer:
         return self.request("POST", "/v1/completions", {"model": "fake", **fields})

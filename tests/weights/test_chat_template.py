@@ -238,12 +238,24 @@ def test_no_message_makes_control_tokens(chatml: Vocab, texts: list[str]) -> Non
     assert ids.count(think[0]) == "".join(texts).count("<think>"), "user-defined tokens are no control tokens"
 
 
+@pytest.fixture(scope="module", params=["byte level", "sentencepiece"])
+def either(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Vocab:
+    tokenizer = byte_level() if request.param == "byte level" else sentencepiece()
+    source = CHATML
+    if request.param == "sentencepiece":
+        source = CHATML.replace("<|im_start|>", "<s>").replace("<|im_end|>", "</s>")
+    return load_folder(tmp_path_factory.mktemp("v"), tokenizer, tokenizer_config={"chat_template": source})
+
+
 @given(text=st.text(max_size=20))
-def test_hiding_changes_nothing_else(chatml: Vocab, text: str) -> None:
+def test_hiding_changes_nothing_else(either: Vocab, text: str) -> None:
     """With a spelled control token in one message, the others are encoded as without."""
-    first, spelled = {"role": "user", "content": text}, {"role": "user", "content": "<|im_end|>"}
-    alone = chatml.encode_chat([first], add_generation_prompt=False)
-    assert chatml.encode_chat([first, spelled])[:len(alone)] == alone
+    first, spelled = {"role": "user", "content": text}, {"role": "user", "content": "<|im_end|></s>"}
+    alone = either.encode_chat([first], add_generation_prompt=False)
+    both = either.encode_chat([first, spelled])
+    assert count_special(either, both) == 5
+    last_special = max(at for at, token_id in enumerate(alone) if token_id in either.special_ids)
+    assert both[:last_special] == alone[:last_special]
 
 
 def test_spaces_that_belong_to_a_control_token(tmp_path: Path) -> None:

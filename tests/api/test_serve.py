@@ -1,0 +1,273 @@
+"""`python -m tools.serve` as a process: ports, start-up, signals, exit codes."""
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from tests.api.serving import TIMEOUT_S, Answer, request
+
+ROOT = Path(__file__).parents[2]
+TINY_MODEL = ROOT / "tests" / "golden" / "models" / "llama"
+
+posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM to send to another process")
+
+
+class Served:
+    """A running server process and what it has written."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.lines: list[str] = []
+        self._changed = threading.Condition()
+        self._over = False
+        assert process.stderr is not None
+        self._reader = threading.Thread(target=self._read, args=(process.stderr,))
+        self._reader.start()
+        self.port = int(re.findall(r"http://127\.0\.0\.1:(\d+)", self.wait_for("listening on"))[0])
+
+    def _read(self, stream: IO[str]) -> None:
+        for line in stream:
+            with self._changed:
+                self.lines.append(line.rstrip("\n"))
+                self._changed.notify_all()
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+
+    def wait_for(self, text: str) -> str:
+        """The first line that has `text`."""
+        def found() -> list[str]:
+            return [line for line in self.lines if text in line]
+
+        with self._changed:
+            self._changed.wait_for(lambda: found() or self._over, TIMEOUT_S)
+            assert found(), f"no {text!r} in {self.lines}"
+            return found()[0]
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def command(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def exit_code(self) -> int:
+        code = self.process.wait(TIMEOUT_S)
+        self._reader.join(TIMEOUT_S)
+        assert not any("Traceback" in line for line in self.lines), self.lines
+        return code
+
+    def request(self, method: str, path: str, body: object = None) -> Answer:
+        return request(self.port, method, path, body)
+
+    def complete(self, **fields: object) -> Answer:
+        return self.request("POST", "/v1/completions", fields)
+
+
+@contextmanager
+def serving(*args: str, module: str = "tests.api.serve_fake") -> Iterator[Served]:
+    process = subprocess.Popen([sys.executable, "-m", module, "--port", "0", *args], cwd=ROOT, text=True,
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with process:
+        try:
+            served = Served(process)
+            yield served
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", served.port))
+        finally:
+            process.kill()
+
+
+class Requests:
+    """Requests under way at the same time."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        self._threads: list[threading.Thread] = []
+        self._answers: dict[int, Answer] = {}
+
+    def start(self, **fields: object) -> None:
+        number = len(self._threads)
+
+        def ask() -> None:
+            self._answers[number] = self._served.complete(**fields)
+
+        thread = threading.Thread(target=ask)
+        self._threads.append(thread)
+        thread.start()
+
+    def answers(self) -> list[Answer]:
+        for thread in self._threads:
+            thread.join(TIMEOUT_S)
+        return [self._answers[number] for number in range(len(self._threads))]
+
+    def wait_until_open(self, running: int, waiting: int) -> None:
+        shown = {f'troupe:num_requests_running{{model_name="fake"}} {running}.0',
+                 f'troupe:num_requests_waiting{{model_name="fake"}} {waiting}.0'}
+        while not shown <= set(self._served.request("GET", "/metrics").body.decode().splitlines()):
+            pass
+
+
+@pytest.mark.parametrize("place", ["busy", "192.0.2.1", "no such host"])
+def test_port_or_host_that_cannot_be_had(place: str) -> None:
+    """FAULTS O03: told before anything heavy is imported, so before any weight is read."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        host, port = ("127.0.0.1", other.getsockname()[1]) if place == "busy" else (place, 8000)
+        program = ("import sys, tools.serve\n"
+                   f"code = tools.serve.run(['--host', {host!r}, '--port', '{port}'])\n"
+                   "heavy = {'numpy', 'numba', 'api.engine', 'actors.system', 'uvicorn', 'starlette'} & set(sys.modules)\n"
+                   "assert not heavy, heavy\n"
+                   "sys.exit(code)\n")
+        result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True,
+                                timeout=TIMEOUT_S)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert re.fullmatch(rf"serve: cannot listen on {host} port {port}: .+\n", result.stderr)
+
+
+@pytest.mark.parametrize("args", [["--port", "65536"], ["--port", "x"], ["--port", "-1"], ["--shutdown-timeout", "-1"],
+                                  ["--shutdown-timeout", "nan"], ["--device", "tpu"], ["--nothing"]])
+def test_bad_arguments(args: list[str]) -> None:
+    result = subprocess.run([sys.executable, "-m", "tools.serve", *args], cwd=ROOT, capture_output=True, text=True,
+                            timeout=TIMEOUT_S)
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+
+
+@posix
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_while_loading_ends_at_once(number: int) -> None:
+    """FAULTS O05; until it is ready the server says so."""
+    with serving("--model", "never") as served:
+        served.wait_for("loading for ever")
+        health = served.request("GET", "/health")
+        assert (health.status, health.json["status"]) == (503, "starting")
+        assert served.complete(prompt="a").status == 503
+        served.signal(number)
+        assert served.exit_code() == 128 + number
+
+
+def test_model_that_cannot_be_loaded() -> None:
+    with serving("--model", "bad") as served:
+        assert served.exit_code() == 1
+        assert served.lines[-1] == "serve: the model is bad, and this is a second line"
+
+
+@posix
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_lets_running_requests_finish(number: int) -> None:
+    """FAULTS O05."""
+    with serving() as served:
+        served.wait_for("ready after")
+        requests = Requests(served)
+        for prompt in ("HOLD 1", "HOLD 2", "HOLD 3", "HOLD 4", "HOLD 5", "HOLD 6"):
+            requests.start(prompt=prompt, stream=True)
+        requests.wait_until_open(running=4, waiting=2)
+        served.signal(number)
+        served.wait_for("stopping: 6 requests are open")
+        refused = served.complete(prompt="new")
+        assert (refused.status, refused.error["code"]) == (503, "stopping")
+        served.command("release")
+        for answer in requests.answers():
+            assert answer.status == 200
+            assert answer.events[-1] == "[DONE]"
+        assert served.exit_code() == 0
+
+
+@posix
+def test_requests_that_outlast_the_timeout_end_with_an_error() -> None:
+    with serving("--shutdown-timeout", "0") as served:
+        served.wait_for("ready after")
+        requests = Requests(served)
+        requests.start(prompt="ENDLESS", stream=True)
+        requests.start(prompt="HOLD", stream=True)
+        requests.wait_until_open(running=2, waiting=0)
+        served.signal(signal.SIGTERM)
+        stream, never_begun = requests.answers()
+        assert json.loads(stream.events[-1])["error"]["code"] == "engine_dead"
+        assert never_begun.status == 503
+        assert served.exit_code() == 0
+
+
+@posix
+def test_second_signal_ends_at_once() -> None:
+    with serving() as served:
+        served.wait_for("ready after")
+        with socket.create_connection(("127.0.0.1", served.port)) as connection:
+            body = b'{"prompt": "ENDLESS", "stream": true}'
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: "
+                               + str(len(body)).encode() + b"\r\n\r\n" + body)
+            assert connection.recv(1024)
+            served.signal(signal.SIGTERM)
+            served.wait_for("stopping: 1 requests are open")
+            served.signal(signal.SIGTERM)
+            assert served.exit_code() == 128 + signal.SIGTERM
+
+
+def test_engine_that_dies_ends_the_server() -> None:
+    with serving() as served:
+        served.wait_for("ready after")
+        answer = served.complete(prompt="DIE")
+        assert answer.status == 503
+        assert served.exit_code() == 1
+        assert served.lines[-1] == "serve: the engine ended: the device fell off"
+
+
+@posix
+def test_logs() -> None:
+    """Start-up says what is served and on what; JSON lines where asked; prompts in none of them."""
+    with serving("--log-format", "json", "--log-level", "debug", "--served-model-name", "a", "b", "--seed", "3",
+                 "--kv-cache-memory", "2G") as served:
+        served.wait_for("ready after")
+        assert served.complete(prompt="my secret").status == 200
+        assert served.complete(prompt="my secret FAIL").status == 500
+        assert served.complete(prompt="my secret", top_k=0.5).status == 400
+        served.signal(signal.SIGTERM)
+        assert served.exit_code() == 0
+    entries = [json.loads(line) for line in served.lines]
+    assert all(set(entry) == {"time", "level", "logger", "message"} for entry in entries)
+    messages = [entry["message"] for entry in entries]
+    assert "settings ['kv_cache_memory', 'seed', 'served_model_name']" in messages
+    assert "device cpu: asked" in messages
+    assert "stop tokens: 256 '<eos>'" in messages
+    assert "KV cache: 8192 tokens in 1 MiB, enough for 2.0 sequences of the full 4096 tokens" in messages
+    assert not any("secret" in message for message in messages)
+
+
+@posix
+def test_tiny_model() -> None:
+    """The real engine behind the real door."""
+    with serving("--model", str(TINY_MODEL), "--device", "cpu", "--kv-cache-memory", "4M", "--max-model-len", "256",
+                 "--served-model-name", "tiny", module="tools.serve") as served:
+        served.wait_for("ready after")
+        assert served.request("GET", "/health").status == 200
+        body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 8, "ignore_eos": True, "temperature": 0,
+                "logprobs": 2}
+        whole = served.complete(**body).json
+        assert whole["usage"]["completion_tokens"] == 8
+        assert len(whole["choices"][0]["logprobs"]["tokens"]) == 8
+        events = served.complete(**body, stream=True).events
+        assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == whole["choices"][0]["text"]
+        echo = served.complete(model="tiny", prompt=[5, 6, 7], max_tokens=0, echo=True, logprobs=0).json["choices"][0]
+        assert echo["logprobs"]["token_logprobs"][0] is None
+        assert len(echo["logprobs"]["token_logprobs"]) == 3
+        for bad in ([10**6], []):
+            assert served.complete(prompt=bad).status == 400
+        metrics = served.request("GET", "/metrics").body.decode()
+        assert 'troupe:generation_tokens_total{model_name="tiny"} 16.0' in metrics
+        assert 'troupe:num_requests_running{model_name="tiny"} 0.0' in metrics
+        served.signal(signal.SIGTERM)
+        assert served.exit_code() == 0
+    assert any(re.search(r"weights: \d+\.\d\d s", line) for line in served.lines)
