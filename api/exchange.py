@@ -63,7 +63,7 @@ async def read_body(request: Request) -> bytes:
     """Raises: ApiError (413) as soon as the body is known to be too long."""
     # The declared length is only a way to refuse early; what counts is what comes.
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:20]) > MAX_BODY_BYTES:
+    if declared.isdecimal() and (len(declared) > 18 or int(declared) > MAX_BODY_BYTES):
         raise _too_long()
     body = bytearray()
     async for chunk in request.stream():

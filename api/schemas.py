@@ -96,19 +96,19 @@ def _logit_bias(value: Any) -> Any:
     return {int(key): bias for key, bias in value.items()}
 
 
-def _content_text(value: Any) -> Any:
-    """The text of a message's content; text parts are joined by a line feed."""
-    if not isinstance(value, list):
+def _content(value: Any) -> str | list[dict[str, str]] | None:
+    """A message's content: text, or text parts, which the chat template's renderer joins."""
+    if value is None or isinstance(value, str):
         return value
-    texts = []
+    if not isinstance(value, list) or not value:
+        raise FieldFault("", f"must be a string or a list of text parts, got {_shown(value)}")
     for number, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("text", "input_text"):
-            raise FieldFault(f"[{number}]", f"only parts of type text are supported, got {_shown(kind)}")
+        if kind != "text":
+            raise FieldFault(f"[{number}].type", f"only text is supported, got {_shown(kind)}")
         if not isinstance(part.get("text"), str):
             raise FieldFault(f"[{number}].text", "must be a string")
-        texts.append(part["text"])
-    return "\n".join(texts)
+    return [{"type": "text", "text": part["text"]} for part in value]
 
 
 def _prompt_list(value: Any) -> list[str | list[int]]:
@@ -196,7 +196,7 @@ class GenerationRequest(ParsedModel):
 
 class Message(ParsedModel):
     role: Annotated[str, Field(min_length=1)]
-    content: Annotated[str | None, BeforeValidator(_content_text)] = None
+    content: Annotated[str | list[dict[str, str]] | None, PlainValidator(_content)] = None
     name: str | None = None
     tool_call_id: str | None = None
 
@@ -220,7 +220,7 @@ class Message(ParsedModel):
 
 class ChatRequest(GenerationRequest):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None

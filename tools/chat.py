@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from types import FrameType
 from typing import Any
 
 from actors.messages import Usage
@@ -35,7 +36,7 @@ from tools.chat_backends import (
     ServerBackend,
     StartError,
 )
-from tools.chat_screen import Answer, MarkdownAnswer, PlainAnswer, clean, echo_off
+from tools.chat_screen import Answer, MarkdownAnswer, PlainAnswer, clean, typing_waits
 from tools.client_args import SWITCH_INTERVAL_S, EngineFactory, reject_engine_args
 from tools.engine_args import add_engine_args, engine_config, start_logging
 from tools.openai_stream import first_model
@@ -106,7 +107,8 @@ class Chat:
         prompt = [*system, *self.history, message] if self.backend.has_chat_template else question
         reply = Reply(start_s=time.perf_counter())
         stream = asyncio.create_task(self._stream(prompt, reply))
-        with _interrupt_cancels(stream):
+        loop = asyncio.get_running_loop()
+        with _on_interrupt(lambda *_: loop.call_soon_threadsafe(stream.cancel)):
             await asyncio.wait([stream])
         if stream.cancelled():
             outcome = Outcome.STOPPED
@@ -224,7 +226,8 @@ async def answer_lines(chat: Chat) -> int:
     """Each line of standard input is one turn; the exit code."""
     code = 0
     while True:
-        with _interrupt_raises():
+        # NOTE: asyncio's own handler would wait for this call to come back, which may be never.
+        with _on_interrupt(signal.default_int_handler):
             line = sys.stdin.readline()
         if not line:
             return code
@@ -245,20 +248,9 @@ async def answer_once(chat: Chat, question: str) -> int:
 
 
 @contextmanager
-def _interrupt_cancels(task: asyncio.Task[None]) -> Iterator[None]:
-    """Ctrl-C ends `task` and nothing else."""
-    loop = asyncio.get_running_loop()
-    before = signal.signal(signal.SIGINT, lambda *_: loop.call_soon_threadsafe(task.cancel))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def _interrupt_raises() -> Iterator[None]:
-    """Ctrl-C ends a blocking call; asyncio's own handler would wait for the call to come back."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+def _on_interrupt(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """What Ctrl-C does inside the block."""
+    before = signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:
@@ -320,13 +312,14 @@ async def chat_with_model(args: argparse.Namespace, given: dict[str, Any], engin
                              "--raw completes each input as it is; --model chooses another model")
         if not backend.has_chat_template and args.system:
             raise StartError(f"--system: {backend.name} has no chat template, and so no place for a system prompt")
-        chat = Chat(backend, _answer_opener(args.raw, interactive), args.system, args.max_tokens,
+        chat = Chat(backend, _answer_opener(args.raw, interactive), clean(args.system), args.max_tokens,
                     show_stats=interactive or args.stats or sys.stderr.isatty(), interactive=interactive)
         if args.question is not None:
             return await answer_once(chat, args.question)
         if not interactive:
             return await answer_lines(chat)
-        with echo_off():
+        # Between an answer and the prompt Ctrl-C, perhaps pressed twice, must not end the conversation.
+        with typing_waits(), _on_interrupt(lambda *_: None):
             return await converse(chat)
 
 

@@ -178,17 +178,22 @@ class _LastLines(_Block):
 
 
 @contextmanager
-def echo_off() -> Iterator[None]:
-    """What is typed while no prompt is open is not drawn into the answers, but waits for the next prompt."""
+def typing_waits() -> Iterator[None]:
+    """What is typed while no prompt is open does not show among the answers, but waits for the next prompt.
+
+    Ctrl-C still interrupts, and what was typed before it is not thrown away, as a terminal would.
+    """
     if sys.platform == "win32":
         yield
         return
     import termios
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
-    quiet = termios.tcgetattr(fd)
-    quiet[3] &= ~termios.ECHO
-    termios.tcsetattr(fd, termios.TCSADRAIN, quiet)
+    waiting = termios.tcgetattr(fd)
+    waiting[0] &= ~termios.ICRNL            # keys arrive as the line editor knows them, Ctrl-D and Enter included
+    waiting[3] &= ~(termios.ECHO | termios.ICANON | termios.IEXTEN)
+    waiting[3] |= termios.NOFLSH
+    termios.tcsetattr(fd, termios.TCSADRAIN, waiting)
     try:
         yield
     finally:

@@ -36,6 +36,7 @@ log = logging.getLogger("troupe.serve")
 
 BACKLOG = 2048
 ENGINE_CHECK_S = 0.5                        # how often the engine's life is looked at
+KEEP_ALIVE_S = 65                           # longer than most clients keep an idle connection: they close it first
 CLOSE_TIMEOUT_S = 5                         # for answers that are complete to reach their readers
 
 
@@ -105,7 +106,8 @@ async def serve(args: argparse.Namespace, listener: socket.socket, signals: Sign
 
     service = Service()
     server = Server(uvicorn.Config(create_app(service), log_config=None, access_log=args.log_level == "debug",
-                                   lifespan="off", timeout_graceful_shutdown=CLOSE_TIMEOUT_S, backlog=BACKLOG))
+                                   lifespan="off", timeout_keep_alive=KEEP_ALIVE_S,
+                                   timeout_graceful_shutdown=CLOSE_TIMEOUT_S, backlog=BACKLOG))
     answering = asyncio.create_task(server.serve(sockets=[listener]))
     begin_s = time.monotonic()
     settings = engine_config(args)
@@ -190,6 +192,8 @@ def run(argv: Sequence[str], engine_factory: EngineFactory | None = None) -> int
     args = _parser().parse_args(argv)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     start_logging(args)
+    if args.log_level == "debug":
+        logging.getLogger("uvicorn").setLevel(logging.INFO)     # a line a request, without its body
     if args.log_format == "json":
         for handler in logging.getLogger().handlers:
             handler.setFormatter(JsonFormatter())

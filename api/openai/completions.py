@@ -32,7 +32,7 @@ async def completions(request: Request) -> Reply:
     _check_lengths(engine, body.prompt)
     max_tokens = body.max_tokens
     if max_tokens is None:
-        max_tokens = engine.info.default_sampling.get("max_tokens", DEFAULT_MAX_TOKENS)
+        max_tokens = engine.info.default_sampling.get("max_tokens", max(DEFAULT_MAX_TOKENS, body.min_tokens or 0))
     # Scoring without an answer asks for the prompt's logprobs, shown or not: there is nothing else to compute.
     scores_prompt = body.echo and (body.logprobs is not None or max_tokens == 0)
     sampling = sampling_params(engine, body, max_tokens=max_tokens, logprobs=body.logprobs,

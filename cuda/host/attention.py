@@ -13,7 +13,6 @@ import numpy as np
 
 from cuda.host.compilation import Kernel, inner
 from cuda.host.elementwise import load_up_to, store_up_to
-from cuda.host.matmul import multiply_pair
 from cuda.host.simd import (
     LANES,
     MAX_ROWS,
@@ -31,6 +30,7 @@ from cuda.host.simd import (
     store,
     store_f32,
     tanh,
+    tile,
     word,
 )
 from cuda.ops import BLOCK_SIZE
@@ -69,7 +69,7 @@ def add_values(rows: int, values: int, w_step: int, columns: int, scores: int, s
         # The last vector may be single: its partner is computed twice, into the padding of the row.
         partner = w + VECTOR_BYTES if column + LANES < columns else w
         y = sums + 4 * column
-        multiply_pair(rows, w, partner, w_step, scores, score_bytes, count, y, sum_bytes, y, sum_bytes)
+        tile(rows, w, partner, w_step, scores, score_bytes, count, y, sum_bytes, y, sum_bytes)
 
 
 @inner
@@ -140,8 +140,8 @@ def attend(arguments: int, first: int, last: int, scratch: int) -> None:
             partner = w
             if b + 1 < num_blocks:
                 partner = keys + (load_i32(table + 4 * (b + 1)) * num_kv_heads + kv_head) * key_bytes
-            multiply_pair(rows, w, partner, VECTOR_BYTES, queries, row_bytes, head_dim, zeros, 0,
-                          scores + b * VECTOR_BYTES, score_bytes)
+            tile(rows, w, partner, VECTOR_BYTES, queries, row_bytes, head_dim, zeros, 0, scores + b * VECTOR_BYTES,
+                 score_bytes)
 
         for row in range(rows):
             row_end = position + row // num_heads + 1 - origin

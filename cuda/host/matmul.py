@@ -1,17 +1,16 @@
 """Matrix products with packed weights, for any number of rows.
 
 An item is a pair of strips (32 outputs) for all rows: it is unpacked to float32 once, into the thread's scratch, and
-multiplied with all rows in register tiles. A single row multiplies while it unpacks. Both do, for every output, the same
+multiplied with all rows in register tiles. Few rows multiply while they unpack. Both do, for every output, the same
 chain of fused multiply-adds over k, so that a row has the same bits alone and in any company.
 """
 from __future__ import annotations
 
 from cuda.host.compilation import Kernel, inner
-from cuda.host.pack import AFFINE4, AFFINE8, BFLOAT16, FLOAT16, FLOAT32, GROUP_HEAD_BYTES, PAIR
+from cuda.host.pack import AFFINE4, AFFINE8, BFLOAT16, FLOAT16, FLOAT32, GROUP_HEAD_BYTES
 from cuda.host.simd import (
     LANES,
     MAX_ROWS,
-    PAIR_ROWS,
     VECTOR_BYTES,
     fma,
     high_nibble,
@@ -19,62 +18,48 @@ from cuda.host.simd import (
     load_bf16,
     load_codes,
     load_f16,
-    load_i64,
     low_nibble,
     store,
-    store_first,
     tile,
     tile_affine4,
     tile_affine8,
-    tile_pair,
     to_float,
+    word,
 )
 
 PAIR_BYTES = 2 * VECTOR_BYTES
-EDGE_BYTES = MAX_ROWS * PAIR_BYTES              # scratch: a tile whose last outputs do not exist
 
 
-def matmul_scratch_bytes(in_features: int) -> int:
-    """Scratch of a thread: the edge tile, then an unpacked pair of strips."""
-    return EDGE_BYTES + in_features * PAIR_BYTES
-
+def linear_scratch_bytes(in_features: int) -> int:
+    """An unpacked pair of strips."""
+    return in_features * PAIR_BYTES
 
 @inner
-def multiply_pair(rows, first, second, w_step, x, x_stride, count, start, start_stride, y, y_stride):
-    """`simd.tile_pair` for 1 to MAX_ROWS rows."""
-    if rows <= PAIR_ROWS:
-        tile_pair(rows, first, second, w_step, x, x_stride, count, start, start_stride, y, y_stride)
-    else:
-        tile(rows, first, w_step, x, x_stride, count, start, start_stride, y, y_stride)
-        tile(rows, second, w_step, x, x_stride, count, start + VECTOR_BYTES, start_stride, y + VECTOR_BYTES, y_stride)
-
-
-@inner
-def unpack_affine4(strip, num_groups, group, w):
+def unpack_affine4(codes: int, num_groups: int, group: int, w: int) -> None:
     for _ in range(num_groups):
-        scale, offset = load(strip), load(strip + VECTOR_BYTES)
-        strip += GROUP_HEAD_BYTES
+        scale, offset = load(codes), load(codes + VECTOR_BYTES)
+        codes += GROUP_HEAD_BYTES
         for _ in range(group // 2):
-            codes = load_codes(strip)
-            store(w, fma(low_nibble(codes), scale, offset))
-            store(w + VECTOR_BYTES, fma(high_nibble(codes), scale, offset))
-            strip += LANES
+            row = load_codes(codes)
+            store(w, fma(low_nibble(row), scale, offset))
+            store(w + VECTOR_BYTES, fma(high_nibble(row), scale, offset))
+            codes += LANES
             w += 2 * VECTOR_BYTES
 
 
 @inner
-def unpack_affine8(strip, num_groups, group, w):
+def unpack_affine8(codes: int, num_groups: int, group: int, w: int) -> None:
     for _ in range(num_groups):
-        scale, offset = load(strip), load(strip + VECTOR_BYTES)
-        strip += GROUP_HEAD_BYTES
+        scale, offset = load(codes), load(codes + VECTOR_BYTES)
+        codes += GROUP_HEAD_BYTES
         for _ in range(group):
-            store(w, fma(to_float(load_codes(strip)), scale, offset))
-            strip += LANES
+            store(w, fma(to_float(load_codes(codes)), scale, offset))
+            codes += LANES
             w += VECTOR_BYTES
 
 
 @inner
-def unpack(kind, strip, in_features, group, w):
+def unpack(kind: int, strip: int, in_features: int, group: int, w: int) -> None:
     """A strip as float32 [K, 16] at w."""
     if kind == AFFINE4:
         unpack_affine4(strip, in_features // group, group, w)
@@ -88,48 +73,35 @@ def unpack(kind, strip, in_features, group, w):
             store(w + k * VECTOR_BYTES, load_bf16(strip + k * 2 * LANES))
 
 
-def linear(arguments, first, last, scratch):
-    """y [T, N] = x [T, K] W^T + bias; an item is a pair of strips."""
-    x, x_stride = load_i64(arguments), load_i64(arguments + 8)
-    y, y_stride = load_i64(arguments + 16), load_i64(arguments + 24)
-    num_rows, in_features, out_features = load_i64(arguments + 32), load_i64(arguments + 40), load_i64(arguments + 48)
-    kind, group = load_i64(arguments + 56), load_i64(arguments + 64)
-    weight, strip_bytes, bias = load_i64(arguments + 72), load_i64(arguments + 80), load_i64(arguments + 88)
+def linear(arguments: int, first: int, last: int, scratch: int) -> None:
+    """Item: a pair of strips. y [T, N] = x [T, K] W^T + bias.
+
+    NOTE: writes whole pairs: rows of y have room for N rounded up to 32, zeros come behind the last output.
+    """
+    x, x_stride, y, y_stride = word(arguments, 0), word(arguments, 1), word(arguments, 2), word(arguments, 3)
+    num_rows, in_features, kind, group = word(arguments, 4), word(arguments, 5), word(arguments, 6), word(arguments, 7)
+    weight, strip_bytes, bias = word(arguments, 8), word(arguments, 9), word(arguments, 10)
     num_tiles = (num_rows + MAX_ROWS - 1) // MAX_ROWS
-    unpacked = scratch + EDGE_BYTES
-    fused = num_rows <= PAIR_ROWS and (kind == AFFINE4 or kind == AFFINE8)
     for pair in range(first, last):
         strip = weight + 2 * pair * strip_bytes
         second_strip = strip + strip_bytes
-        start = bias + pair * PAIR_BYTES
-        outputs = min(PAIR, out_features - pair * PAIR)
-        w, second_w = strip, second_strip
-        if kind != FLOAT32 and not fused:
-            w = unpacked
-            second_w = unpacked + in_features * VECTOR_BYTES
-            unpack(kind, strip, in_features, group, w)
-            unpack(kind, second_strip, in_features, group, second_w)
-        for t in range(num_tiles):
-            row = num_rows * t // num_tiles
-            rows = num_rows * (t + 1) // num_tiles - row
-            inputs, outs, out_stride = x + row * x_stride, y + row * y_stride + pair * PAIR_BYTES, y_stride
-            if outputs < PAIR:
-                outs, out_stride = scratch, PAIR_BYTES
-            if not fused:
-                multiply_pair(rows, w, second_w, VECTOR_BYTES, inputs, x_stride, in_features, start, 0, outs,
-                              out_stride)
-            elif kind == AFFINE4:
-                tile_affine4(rows, strip, second_strip, in_features // group, group, inputs, x_stride, start, outs,
-                             out_stride)
-            else:
-                tile_affine8(rows, strip, second_strip, in_features // group, group, inputs, x_stride, start, outs,
-                             out_stride)
-            if outputs < PAIR:
-                for r in range(rows):
-                    edge, target = scratch + r * PAIR_BYTES, y + (row + r) * y_stride + pair * PAIR_BYTES
-                    store_first(target, load(edge), min(outputs, LANES))
-                    if outputs > LANES:
-                        store_first(target + VECTOR_BYTES, load(edge + VECTOR_BYTES), outputs - LANES)
+        start, outputs = bias + pair * PAIR_BYTES, y + pair * PAIR_BYTES
+        if num_tiles == 1 and kind == AFFINE4:
+            tile_affine4(num_rows, strip, second_strip, in_features // group, group, x, x_stride, start, outputs,
+                         y_stride)
+        elif num_tiles == 1 and kind == AFFINE8:
+            tile_affine8(num_rows, strip, second_strip, in_features // group, group, x, x_stride, start, outputs,
+                         y_stride)
+        else:
+            w, second_w = strip, second_strip
+            if kind != FLOAT32:
+                w, second_w = scratch, scratch + in_features * VECTOR_BYTES
+                unpack(kind, strip, in_features, group, w)
+                unpack(kind, second_strip, in_features, group, second_w)
+            for t in range(num_tiles):
+                row, end = num_rows * t // num_tiles, num_rows * (t + 1) // num_tiles
+                tile(end - row, w, second_w, VECTOR_BYTES, x + row * x_stride, x_stride, in_features, start, 0,
+                     outputs + row * y_stride, y_stride)
 
 
-LINEAR = Kernel(linear, "qqqqqqqqqqqq")
+LINEAR = Kernel(linear, "qqqqqqqqqqq")

@@ -15,7 +15,7 @@ from cuda.host.attention import ATTEND, RUN_BYTES, attention_scratch_bytes, posi
 from cuda.host.commands import CommandList, address_of, allocate
 from cuda.host.compilation import Kernel
 from cuda.host.cores import num_physical_cores
-from cuda.host.matmul import LINEAR, matmul_scratch_bytes
+from cuda.host.matmul import LINEAR, linear_scratch_bytes
 from cuda.host.pack import Arena, PackedLinear, pack_linear, pack_weight
 from cuda.host.simd import LANES, MAX_ROWS
 from cuda.host.workspace import Buffer, new_buffer
@@ -86,11 +86,8 @@ class HostOps:
         arena = Arena()
         embed = pack_weight(weights.embed, arena)
         shared = {id(weights.embed): embed}
-        max_inputs = 0
 
         def linear(projection: Linear) -> Any:
-            nonlocal max_inputs
-            max_inputs = max(max_inputs, projection.in_features)
             return pack_linear(projection, arena, shared)
 
         def vector(weight: Floats | None) -> Any:
@@ -106,7 +103,8 @@ class HostOps:
         packed: Any = embed
         prepared = ModelWeights(packed, tuple(block(layer) for layer in weights.layers), vector(weights.norm),
                                 linear(weights.head))
-        self._commands.want_scratch(matmul_scratch_bytes(max_inputs))
+        self._commands.want_scratch(linear_scratch_bytes(max(spec.hidden_size, spec.ffn_size,
+                                                             spec.num_heads * spec.head_dim)))
         return prepared
 
     def _kernels(self, spec: ModelSpec) -> Iterator[Kernel]:
@@ -247,7 +245,7 @@ class HostOps:
             # A pair for many rows is long; for few rows several are handed out together.
             share = 1 if rows > 4 else max(1, min(8, pairs // (16 * self.num_threads)))
             self._commands.add(LINEAR, pairs if rows else 0, share, x_address, x_stride, y, y_stride, rows,
-                               in_features, part.shape[0], part.kind, part.group, part.address, part.strip_bytes, bias)
+                               in_features, part.kind, part.group, part.address, part.strip_bytes, bias)
             y += 4 * part.shape[0]
 
     def rope(self, qkv: Floats, positions: Ints, rope: RopeSpec | None,

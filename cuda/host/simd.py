@@ -422,109 +422,98 @@ def call(builder: ir.IRBuilder, function: ir.Value, a: ir.Value, b: ir.Value, c:
 # ---- The register tile: the one inner loop of matrix products and of attention
 
 HAS_AVX512 = "+avx512f" in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
-# Rows of a tile: as many sums as fit the registers beside the weights and the input in use.
-PAIR_ROWS = 12 if HAS_AVX512 else 3             # with two vectors of outputs
-SINGLE_ROWS = 12 if HAS_AVX512 else 6           # with one
-MAX_ROWS = max(PAIR_ROWS, SINGLE_ROWS)
+# As many sums as fit the registers, beside the weights and the input in use: up to MAX_ROWS rows with one vector of
+# outputs, up to PAIR_ROWS rows with two.
+MAX_ROWS = 12 if HAS_AVX512 else 6
+PAIR_ROWS = 12 if HAS_AVX512 else 2
 
-_Accumulate = Callable[[list[ir.Value], ir.Value], None]
+_Accumulate = Callable[[list[ir.Value], ir.Value], None]    # see _tile_of
 
 
-def _tile(builder: ir.IRBuilder, max_rows: int, num_vectors: int, rows: ir.Value, x: ir.Value, x_stride: ir.Value,
-          start: ir.Value, start_stride: ir.Value, y: ir.Value, y_stride: ir.Value,
-          multiply: Callable[[_Accumulate], None]) -> None:
-    """One version for each number of rows, chosen by a switch; sums stay in registers from start to y.
+def _tile(builder: ir.IRBuilder, name: str, rows: ir.Value, arguments: list[ir.Value],
+          build: Callable[..., None]) -> None:
+    """`build(builder, num_rows, *arguments)` for the number of rows at hand.
 
-    `multiply(accumulate)` builds the loop over k; `accumulate(weights, offset)` adds weights[v] * (the float at x +
-    offset of each row) to the rows' sums.
+    Each number has a function of its own: inlined into a large one, the loop would lose its registers.
     """
-    sums = [[cgutils.alloca_once(builder, _VECTOR) for _ in range(num_vectors)] for _ in range(max_rows)]
-
-    def row_addresses(base: ir.Value, stride: ir.Value, num_rows: int) -> list[ir.Value]:
-        return [builder.add(base, builder.mul(_I64(row), stride)) for row in range(num_rows)]
-
-    def accumulate(inputs: list[ir.Value], weights: list[ir.Value], offset: ir.Value) -> None:
-        for row, address in enumerate(inputs):
-            value = _splat(builder, _load(builder, builder.add(address, offset), _F32, 4))
-            for weight, total in zip(weights, sums[row], strict=True):
-                builder.store(_fma(builder, weight, value, builder.load(total, typ=_VECTOR)), total)
-
     done = builder.append_basic_block("tile_done")
     switch = builder.switch(rows, done)
-    for num_rows in range(1, max_rows + 1):
-        case = builder.append_basic_block(f"tile_{num_rows}")
+    for num_rows in range(1, MAX_ROWS + 1):
+        function = ir.Function(builder.module, ir.FunctionType(ir.VoidType(), [_I64] * len(arguments)),
+                               builder.module.get_unique_name(f"{name}_{num_rows}"))
+        function.linkage = "internal"
+        function.attributes.add("noinline")
+        inside = ir.IRBuilder(function.append_basic_block("entry"))
+        build(inside, num_rows, *function.args)
+        inside.ret_void()
+        case = builder.append_basic_block(function.name)
         switch.add_case(_I64(num_rows), case)
         builder.position_at_end(case)
-        for row, address in enumerate(row_addresses(start, start_stride, num_rows)):
-            for v, total in enumerate(sums[row]):
-                builder.store(_load(builder, builder.add(address, _I64(v * VECTOR_BYTES)), _VECTOR, 4), total)
-        multiply(partial(accumulate, row_addresses(x, x_stride, num_rows)))
-        for row, address in enumerate(row_addresses(y, y_stride, num_rows)):
-            for v, total in enumerate(sums[row]):
-                _store(builder, builder.add(address, _I64(v * VECTOR_BYTES)), builder.load(total, typ=_VECTOR), 4)
+        builder.call(function, arguments)
         builder.branch(done)
     builder.position_at_end(done)
 
 
-def _dense_loop(builder: ir.IRBuilder, weights: list[ir.Value], w_step: ir.Value, count: ir.Value,
-                accumulate: _Accumulate) -> None:
-    with cgutils.for_range(builder, count) as loop:
-        offset = builder.mul(loop.index, w_step)
-        accumulate([_load(builder, builder.add(weight, offset), _VECTOR, 4) for weight in weights],
-                   builder.mul(loop.index, _I64(4)))
+def _tile_of(builder: ir.IRBuilder, num_rows: int, strips: list[ir.Value], x: ir.Value, x_stride: ir.Value,
+             start: ir.Value, start_stride: ir.Value, y: ir.Value, y_stride: ir.Value,
+             multiply: Callable[[list[ir.Value], _Accumulate], None]) -> None:
+    """Sums in registers from start to y. `multiply(strips, accumulate)` builds the loop over k; `accumulate(weights,
+    offset)` adds to every row's sums weights[v] times the float at offset in the row of x."""
+    def row_addresses(base: ir.Value, stride: ir.Value) -> list[ir.Value]:
+        return [builder.add(base, builder.mul(_I64(row), stride)) for row in range(num_rows)]
 
+    def accumulate(sums: list[list[ir.Value]], weights: list[ir.Value], offset: ir.Value) -> None:
+        for address, row_sums in zip(inputs, sums, strict=True):
+            value = _splat(builder, _load(builder, builder.add(address, offset), _F32, 4))
+            for weight, total in zip(weights, row_sums, strict=True):
+                builder.store(_fma(builder, weight, value, builder.load(total, typ=_VECTOR)), total)
 
-def _affine_loop(builder: ir.IRBuilder, bits: int, strips: list[ir.Value], num_groups: ir.Value, group: ir.Value,
-                 accumulate: _Accumulate) -> None:
-    """Over the packed strips of `pack.py`: a group's scales, its offsets, its rows of codes."""
-    codes_per_byte = 8 // bits
-    rows = builder.sdiv(group, _I64(codes_per_byte))
-    group_bytes = builder.add(builder.mul(rows, _I64(LANES)), _I64(2 * VECTOR_BYTES))
-    with cgutils.for_range(builder, num_groups) as outer:
-        heads = [builder.add(strip, builder.mul(outer.index, group_bytes)) for strip in strips]
-        scales = [_load(builder, head, _VECTOR, 4) for head in heads]
-        offsets = [_load(builder, builder.add(head, _I64(VECTOR_BYTES)), _VECTOR, 4) for head in heads]
-        with cgutils.for_range(builder, rows) as inner:
-            row = builder.add(builder.mul(inner.index, _I64(LANES)), _I64(2 * VECTOR_BYTES))
-            codes = [_codes(builder, builder.add(head, row)) for head in heads]
-            k = builder.add(builder.mul(outer.index, group), builder.mul(inner.index, _I64(codes_per_byte)))
-            for nibble in range(codes_per_byte):
-                weights = [_fma(builder, _code_floats(builder, code, bits, nibble), scale, offset)
-                           for code, scale, offset in zip(codes, scales, offsets, strict=True)]
-                accumulate(weights, builder.mul(builder.add(k, _I64(nibble)), _I64(4)))
-
-
-@instruction(types.void, *[types.int64] * 10)
-def tile(builder: ir.IRBuilder, rows: ir.Value, w: ir.Value, w_step: ir.Value, x: ir.Value, x_stride: ir.Value,
-         count: ir.Value, start: ir.Value, start_stride: ir.Value, y: ir.Value, y_stride: ir.Value) -> None:
-    """y[row] = start[row] + sum over k < count of w[k] * x[row][k], for 1 to SINGLE_ROWS rows.
-
-    w[k] is a vector of 16 at `w` + k w_step; x[row][k] a float at `x` + row x_stride + 4 k; start and y have a vector a
-    row. Every sum is one chain of fused multiply-adds in ascending k, whatever `rows` is: that is why a row's bits
-    depend on nothing but the row.
-    """
-    _tile(builder, SINGLE_ROWS, 1, rows, x, x_stride, start, start_stride, y, y_stride,
-          partial(_dense_loop, builder, [w], w_step, count))
+    inputs = row_addresses(x, x_stride)
+    vectors = list(range(len(strips)))
+    for together in [vectors] if num_rows <= PAIR_ROWS else [[v] for v in vectors]:
+        offsets = [_I64(v * VECTOR_BYTES) for v in together]
+        sums = [[cgutils.alloca_once_value(builder, _load(builder, builder.add(address, offset), _VECTOR, 4))
+                 for offset in offsets] for address in row_addresses(start, start_stride)]
+        multiply([strips[v] for v in together], partial(accumulate, sums))
+        for address, row_sums in zip(row_addresses(y, y_stride), sums, strict=True):
+            for offset, total in zip(offsets, row_sums, strict=True):
+                _store(builder, builder.add(address, offset), builder.load(total, typ=_VECTOR), 4)
 
 
 @instruction(types.void, *[types.int64] * 11)
-def tile_pair(builder: ir.IRBuilder, rows: ir.Value, first: ir.Value, second: ir.Value, w_step: ir.Value, x: ir.Value,
-              x_stride: ir.Value, count: ir.Value, start: ir.Value, start_stride: ir.Value, y: ir.Value,
-              y_stride: ir.Value) -> None:
-    """`tile` for 32 outputs and 1 to PAIR_ROWS rows: weights at `first` and `second`; start and y have two vectors a
-    row. The same bits as `tile` twice."""
-    _tile(builder, PAIR_ROWS, 2, rows, x, x_stride, start, start_stride, y, y_stride,
-          partial(_dense_loop, builder, [first, second], w_step, count))
+def tile(builder: ir.IRBuilder, rows: ir.Value, first: ir.Value, second: ir.Value, w_step: ir.Value, x: ir.Value,
+         x_stride: ir.Value, count: ir.Value, start: ir.Value, start_stride: ir.Value, y: ir.Value, y_stride: ir.Value
+         ) -> None:
+    """y[row] = start[row] + sum over k < count of w[k] * x[row][k], for 1 to MAX_ROWS rows and 32 outputs.
+
+    w[k] is two vectors, at `first` + k w_step and `second` + k w_step; x[row][k] a float at `x` + row x_stride + 4 k;
+    start and y have two vectors a row, one after the other. Every sum is one chain of fused multiply-adds in ascending
+    k, whatever `rows` is: that is why a row's bits depend on nothing but the row.
+    """
+    _tile(builder, "tile", rows, [first, second, w_step, x, x_stride, count, start, start_stride, y, y_stride],
+          _build_tile)
+
+
+def _build_tile(builder: ir.IRBuilder, num_rows: int, first: ir.Value, second: ir.Value, w_step: ir.Value, x: ir.Value,
+                x_stride: ir.Value, count: ir.Value, start: ir.Value, start_stride: ir.Value, y: ir.Value,
+                y_stride: ir.Value) -> None:
+    def multiply(strips: list[ir.Value], accumulate: _Accumulate) -> None:
+        with cgutils.for_range(builder, count) as loop:
+            offset = builder.mul(loop.index, w_step)
+            weights = [_load(builder, builder.add(strip, offset), _VECTOR, 4) for strip in strips]
+            accumulate(weights, builder.mul(loop.index, _I64(4)))
+
+    _tile_of(builder, num_rows, [first, second], x, x_stride, start, start_stride, y, y_stride, multiply)
 
 
 @instruction(types.void, *[types.int64] * 10)
 def tile_affine4(builder: ir.IRBuilder, rows: ir.Value, first: ir.Value, second: ir.Value, num_groups: ir.Value,
                  group: ir.Value, x: ir.Value, x_stride: ir.Value, start: ir.Value, y: ir.Value, y_stride: ir.Value
                  ) -> None:
-    """`tile_pair` with two packed strips of 4-bit codes, unpacked on the way; one start for all rows. The same bits as
+    """`tile` with two packed strips of 4-bit codes, unpacked on the way; one start for all rows. The same bits as
     unpacking first."""
-    _tile(builder, PAIR_ROWS, 2, rows, x, x_stride, start, _I64(0), y, y_stride,
-          partial(_affine_loop, builder, 4, [first, second], num_groups, group))
+    _tile(builder, "tile_affine4", rows, [first, second, num_groups, group, x, x_stride, start, y, y_stride],
+          partial(_build_affine_tile, bits=4))
 
 
 @instruction(types.void, *[types.int64] * 10)
@@ -532,5 +521,30 @@ def tile_affine8(builder: ir.IRBuilder, rows: ir.Value, first: ir.Value, second:
                  group: ir.Value, x: ir.Value, x_stride: ir.Value, start: ir.Value, y: ir.Value, y_stride: ir.Value
                  ) -> None:
     """`tile_affine4` for 8-bit codes."""
-    _tile(builder, PAIR_ROWS, 2, rows, x, x_stride, start, _I64(0), y, y_stride,
-          partial(_affine_loop, builder, 8, [first, second], num_groups, group))
+    _tile(builder, "tile_affine8", rows, [first, second, num_groups, group, x, x_stride, start, y, y_stride],
+          partial(_build_affine_tile, bits=8))
+
+
+def _build_affine_tile(builder: ir.IRBuilder, num_rows: int, first: ir.Value, second: ir.Value, num_groups: ir.Value,
+                       group: ir.Value, x: ir.Value, x_stride: ir.Value, start: ir.Value, y: ir.Value,
+                       y_stride: ir.Value, bits: int) -> None:
+    """Strips as `pack.py` describes them: a group's scales, its offsets, its rows of codes."""
+    codes_per_byte = 8 // bits
+    code_rows = builder.sdiv(group, _I64(codes_per_byte))
+    group_bytes = builder.add(builder.mul(code_rows, _I64(LANES)), _I64(2 * VECTOR_BYTES))
+
+    def multiply(strips: list[ir.Value], accumulate: _Accumulate) -> None:
+        with cgutils.for_range(builder, num_groups) as outer:
+            groups = [builder.add(strip, builder.mul(outer.index, group_bytes)) for strip in strips]
+            scales = [_load(builder, head, _VECTOR, 4) for head in groups]
+            offsets = [_load(builder, builder.add(head, _I64(VECTOR_BYTES)), _VECTOR, 4) for head in groups]
+            with cgutils.for_range(builder, code_rows) as inner:
+                row = builder.add(builder.mul(inner.index, _I64(LANES)), _I64(2 * VECTOR_BYTES))
+                codes = [_codes(builder, builder.add(head, row)) for head in groups]
+                k = builder.add(builder.mul(outer.index, group), builder.mul(inner.index, _I64(codes_per_byte)))
+                for nibble in range(codes_per_byte):
+                    weights = [_fma(builder, _code_floats(builder, code, bits, nibble), scale, offset)
+                               for code, scale, offset in zip(codes, scales, offsets, strict=True)]
+                    accumulate(weights, builder.mul(builder.add(k, _I64(nibble)), _I64(4)))
+
+    _tile_of(builder, num_rows, [first, second], x, x_stride, start, _I64(0), y, y_stride, multiply)

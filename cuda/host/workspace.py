@@ -14,9 +14,9 @@ Floats = NDArray[np.float32]
 
 
 def row_bytes(columns: int) -> int:
-    """Bytes between rows: whole cache lines, and never a multiple of 1 KiB, or rows that are read side by side would
-    displace one another in the first-level cache."""
-    num_bytes = -(-columns * 4 // 64) * 64
+    """Bytes between rows: with room for 31 columns more, because products write whole pairs of vectors, and never a
+    multiple of 1 KiB, or rows that are read side by side would displace one another in the first-level cache."""
+    num_bytes = -(-(columns + 31) // 16) * 64
     return num_bytes + 64 if num_bytes % 1024 == 0 else num_bytes
 
 

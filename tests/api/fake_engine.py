@@ -153,7 +153,7 @@ class FakeEngine(Recorder):
             messages: Sequence[Any] = prompt
             if any(message["role"] == "refused" for message in messages):
                 raise ParameterError("messages", "the template says: roles must alternate")
-            text = "|".join(message["content"] for message in messages)
+            text = "|".join(str(message["content"]) for message in messages)
             ids = (SPECIAL, *text.encode())
         else:
             ids = tuple(item for item in prompt if isinstance(item, int))

@@ -190,7 +190,8 @@ def test_defaults(client: openai.OpenAI, engine: FakeEngine) -> None:
     client.completions.create(model="fake", prompt="a")
     client.chat.completions.create(model="fake", messages=MESSAGES, temperature=0, stop=[])
     client.chat.completions.create(model="fake", messages=MESSAGES, max_completion_tokens=7)
-    assert [call.sampling.max_tokens for call in engine.calls] == [16, None, 7]
+    client.completions.create(model="fake", prompt="a", extra_body={"min_tokens": 20})
+    assert [call.sampling.max_tokens for call in engine.calls] == [16, None, 7, 20]
     assert engine.calls[1].sampling.temperature == 0
 
 

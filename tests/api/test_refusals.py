@@ -127,9 +127,10 @@ def test_huge_id_prompt_is_refused_at_the_door(server: Server, engine: FakeEngin
     ([{"role": "user"}], "messages[0].content"), ([{"role": "user", "content": None}], "messages[0].content"),
     ([{"role": "user", "content": 5}], "messages[0].content"),
     ([{"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "image_url"}]}],
-     "messages[1].content[0]"),
+     "messages[1].content[0].type"),
     ([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text"}]}], "messages[0].content[1].text"),
-    ([{"role": "user", "content": ["a"]}], "messages[0].content[0]"),
+    ([{"role": "user", "content": ["a"]}], "messages[0].content[0].type"),
+    ([{"role": "user", "content": []}], "messages[0].content"),
     ([{"role": "assistant", "content": None, "tool_calls": [{}]}], "messages[0].tool_calls"),
     ([{"role": "user", "content": "a"}] * 5000, "messages"),
     ([{"role": "refused", "content": "a"}], "messages"),
@@ -146,26 +147,26 @@ def test_template_message_is_told(server: Server) -> None:
     assert "roles must alternate" in refused(answer, "messages")
 
 
-def test_content_forms_are_one(server: Server, engine: FakeEngine) -> None:
-    """FAULTS C03, C04."""
+def test_content_forms(server: Server, engine: FakeEngine) -> None:
+    """FAULTS C03, C04: text parts go on as parts, so that the engine's one rule joins them, over HTTP and without."""
+    parts = [{"type": "text", "text": "B"}, {"type": "text", "text": "C"}]
     messages = [
-        {"role": "system", "content": [{"type": "text", "text": "s"}]}, {"role": "user", "content": "A"},
+        {"role": "system", "content": "s"}, {"role": "user", "content": "A"},
         {"role": "assistant", "content": ""}, {"role": "assistant", "content": None}, {"role": "assistant"},
-        {"role": "tool", "content": [{"type": "text", "text": "t"}], "tool_call_id": "c1"},
-        {"role": "user", "content": [{"type": "text", "text": "B"}, {"type": "text", "text": "C"}], "name": "N"},
-        {"role": "user", "content": []}]
+        {"role": "tool", "content": [{**part, "cache_control": 1} for part in parts], "tool_call_id": "c1"},
+        {"role": "user", "content": parts, "name": "N"}]
     answer = server.request("POST", "/v1/chat/completions", {"messages": messages})
     assert answer.status == 200
     assert engine.calls[0].prompt == [
         {"role": "system", "content": "s"}, {"role": "user", "content": "A"}, {"role": "assistant", "content": ""},
         {"role": "assistant", "content": ""}, {"role": "assistant", "content": ""},
-        {"role": "tool", "content": "t", "tool_call_id": "c1"}, {"role": "user", "content": "B\nC", "name": "N"},
-        {"role": "user", "content": ""}]
+        {"role": "tool", "content": parts, "tool_call_id": "c1"}, {"role": "user", "content": parts, "name": "N"}]
 
 
 @pytest.mark.parametrize(("fields", "param"), [
     ({"top_logprobs": 2}, "top_logprobs"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logprobs": 1}, "logprobs"), ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"max_completion_tokens": 2**40}, "max_completion_tokens"),
     ({"max_completion_tokens": 5, "max_tokens": 4}, "max_completion_tokens"), ({"echo": True}, "echo"),
     ({"reasoning_effort": "high"}, "reasoning_effort"), ({"audio": {}}, "audio"),
 ])

@@ -127,7 +127,7 @@ def test_port_or_host_that_cannot_be_had(place: str) -> None:
         host, port = ("127.0.0.1", other.getsockname()[1]) if place == "busy" else (place, 8000)
         program = ("import sys, tools.serve\n"
                    f"code = tools.serve.run(['--host', {host!r}, '--port', '{port}'])\n"
-                   "heavy = {'numpy', 'numba', 'api.engine', 'actors.system', 'uvicorn', 'starlette'} & set(sys.modules)\n"
+                   "heavy = {'numpy', 'numba', 'api.engine', 'uvicorn', 'starlette'} & set(sys.modules)\n"
                    "assert not heavy, heavy\n"
                    "sys.exit(code)\n")
         result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True,
@@ -184,6 +184,7 @@ def test_signal_lets_running_requests_finish(number: int) -> None:
             assert answer.status == 200
             assert answer.events[-1] == "[DONE]"
         assert served.exit_code() == 0
+        assert not any("/v1/" in line for line in served.lines), "requests are not logged at info"
 
 
 @posix
@@ -231,9 +232,9 @@ def test_logs() -> None:
     with serving("--log-format", "json", "--log-level", "debug", "--served-model-name", "a", "b", "--seed", "3",
                  "--kv-cache-memory", "2G") as served:
         served.wait_for("ready after")
-        assert served.complete(prompt="my secret").status == 200
-        assert served.complete(prompt="my secret FAIL").status == 500
-        assert served.complete(prompt="my secret", top_k=0.5).status == 400
+        assert served.complete(prompt="confidential").status == 200
+        assert served.complete(prompt="confidential FAIL").status == 500
+        assert served.complete(prompt="confidential", top_k=0.5).status == 400
         served.signal(signal.SIGTERM)
         assert served.exit_code() == 0
     entries = [json.loads(line) for line in served.lines]
@@ -243,7 +244,8 @@ def test_logs() -> None:
     assert "device cpu: asked" in messages
     assert "stop tokens: 256 '<eos>'" in messages
     assert "KV cache: 8192 tokens in 1 MiB, enough for 2.0 sequences of the full 4096 tokens" in messages
-    assert not any("secret" in message for message in messages)
+    assert any("POST /v1/completions" in message for message in messages), "requests are logged at debug"
+    assert not any("confidential" in message for message in messages)
 
 
 @posix
@@ -263,10 +265,15 @@ def test_tiny_model() -> None:
         echo = served.complete(model="tiny", prompt=[5, 6, 7], max_tokens=0, echo=True, logprobs=0).json["choices"][0]
         assert echo["logprobs"]["token_logprobs"][0] is None
         assert len(echo["logprobs"]["token_logprobs"]) == 3
+        for seed in range(20):              # FAULTS S05: at a high temperature come bytes that are no text
+            wild = {"prompt": [5], "max_tokens": 7, "temperature": 2, "seed": seed, "logprobs": 3, "ignore_eos": True}
+            text = served.complete(**wild).json["choices"][0]["text"]
+            events = served.complete(**wild, stream=True).events
+            assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == text
         for bad in ([10**6], []):
             assert served.complete(prompt=bad).status == 400
         metrics = served.request("GET", "/metrics").body.decode()
-        assert 'troupe:generation_tokens_total{model_name="tiny"} 16.0' in metrics
+        assert 'troupe:generation_tokens_total{model_name="tiny"} 296.0' in metrics
         assert 'troupe:num_requests_running{model_name="tiny"} 0.0' in metrics
         served.signal(signal.SIGTERM)
         assert served.exit_code() == 0

@@ -184,6 +184,11 @@ def test_a_late_token_of_a_preempted_sequence_counts() -> None:
     num_known = sequence.num_known_tokens
     num_late = engine.policy.num_in_flight - 1              # the newest step is the one without b
     assert num_late > 0
+    reserve = engine.policy.wants()
+    assert "b" not in [want.request_id for want in reserve.wants], "resumed before all of its tokens are known"
+    plan = engine.policy.plan(engine.pool.reserve(reserve))
+    assert plan is not None
+    engine.results.append(engine.device.run(plan))
     for i in range(1, num_late + 1):
         engine.deliver()
         assert sequence.num_known_tokens == num_known + i
@@ -229,6 +234,37 @@ def test_what_the_first_answer_granted_holds_and_the_preempted_lose_it() -> None
     assert again.token_budget == 63
     plan = policy.plan(Reserved(1, (Grant("b", 0, 1, ((4,),)),), ()))
     assert plan == StepPlan(1, ended=(2,), new_blocks=((0, 0, (3,)), (1, 0, (4,))), num_tokens=2)
+
+
+def test_the_preempted_lose_the_chunk_that_needed_no_block() -> None:
+    policy = SchedulerPolicy(SchedulerConfig(2, 3, 200, (Group(20),)))
+    policy.apply([request("a", 1, max_tokens=40), request("b", 60, max_tokens=4)])
+    grants = (Grant("a", 0, 1, ((0,),)), Grant("b", 0, 2, ((1, 2, 3, 4),)))
+    for step in range(16):
+        policy.wants()
+        policy.plan(Reserved(step, grants if step == 0 else (), ()))
+        policy.apply([StepResult(step, (0,), (1 + step,), (1,), (0.0,), ((),))])
+    reserve = policy.wants()
+    assert reserve.wants == (Want("a", 16, 17),)
+    assert reserve.token_budget == 1                        # the chunk leaves room for the answer's token
+    again = policy.preempt(Reserved(16, (), ("a",)))
+    assert again is not None
+    assert again.releases == ("b",)
+    assert policy.plan(Reserved(16, (Grant("a", 0, 1, ((1,),)),), ())) == StepPlan(
+        16, ended=(1,), new_blocks=((0, 0, (1,)),), num_tokens=1)
+
+
+def test_no_more_sequences_yield_than_blocks_are_missing() -> None:
+    policy = SchedulerPolicy(SchedulerConfig(4, 64, 200, (Group(20),)))
+    policy.apply([request(name, 16, max_tokens=40) for name in "abcd"])
+    policy.wants()
+    grants = [Grant(name, 0, 16, ((i,),)) for i, name in enumerate("abc")] + [Grant("d", 0, 16, ((3, 4),))]
+    policy.plan(Reserved(0, tuple(grants), ()))
+    policy.apply([StepResult(0, (0, 1, 2, 3), (16,) * 4, (1,) * 4, (0.0,) * 4, ((),) * 4)])
+    policy.wants()
+    again = policy.preempt(Reserved(1, (Grant("c", 0, 1, ((5,),)),), ("a", "b")))
+    assert again is not None
+    assert again.releases == ("d",)
 
 
 def test_what_still_starves_sits_the_step_out() -> None:
@@ -368,7 +404,7 @@ def test_no_stop_before_min_tokens(min_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("overlap", [0, 1, 2])
-@pytest.mark.parametrize("budget", [4, 64])
+@pytest.mark.parametrize("budget", [4, 29, 64])
 def test_max_tokens_0_delivers_prompt_logprobs_alone(overlap: int, budget: int) -> None:
     engine = SyncEngine(max_num_batched_tokens=budget, overlap=overlap)
     for name, length in (("a", 1), ("b", 30)):
@@ -392,6 +428,30 @@ def test_prompt_logprobs_come_once_in_spite_of_recomputation(overlap: int) -> No
     assert engine.policy.stats.num_preemptions > 0
     check_answer(a, engine.answers["a"])
     check_answer(b, engine.answers["b"])
+
+
+@pytest.mark.parametrize("error", ["", "MemoryError"])
+def test_what_comes_after_the_end_is_dropped(error: str) -> None:
+    engine = SyncEngine(overlap=1)
+    engine.add(request("a", 3, max_tokens=9, prompt_logprobs=1), request("b", 3, max_tokens=0, prompt_logprobs=1))
+    engine.plan(error=error, failed=("a",))
+    for name in "ab":
+        engine.abort(name)
+    engine.drain()
+    for name in "ab":
+        answer = engine.answers[name]
+        assert (answer.finish, answer.token_ids, answer.prompt_logprobs) == ("aborted", [], [])
+
+
+def test_a_row_counts_only_at_the_next_unknown_position() -> None:
+    policy = SchedulerPolicy(SchedulerConfig(4, 64, 100, (Group(8),)))
+    policy.apply([request("a", 3)])
+    policy.wants()
+    policy.plan(Reserved(0, (Grant("a", 0, 3, ((0,),)),), ()))
+    policy.apply([StepResult(0, (0, 0, 0), (2, 4, 3), (7, 8, 9), (0.0,) * 3, ((),) * 3)])
+    output = policy.take_output()
+    assert output is not None
+    assert output.rows == (SequenceTokens("a", (9,)),)
 
 
 def test_a_failed_step_fails_its_sequences_and_no_others() -> None:

@@ -50,7 +50,7 @@ class ScriptedEngine:
                 num_tokens += 1
                 yield TextDelta("r", text=piece, token_ids=(7,))
                 await asyncio.sleep(0)
-            full = self._question(prompt) == "fill"
+            full = self.question(prompt) == "fill"
             finished = True
             yield TextDelta("r", finish="length" if full or num_tokens == sampling.max_tokens else "stop",
                             usage=Usage(CONTEXT - num_tokens if full else 10, num_tokens))
@@ -58,20 +58,23 @@ class ScriptedEngine:
             if not finished:
                 self.num_left += 1
 
-    def _question(self, prompt: PromptInput) -> str:
+    def question(self, prompt: PromptInput) -> str:
         if isinstance(prompt, str):
             return prompt
         last = prompt[-1]
         return str(last["content"]) if isinstance(last, dict) else "ids"
 
     def _pieces(self, prompt: PromptInput, sampling: SamplingParams) -> Sequence[str | None]:
-        word, _, rest = self._question(prompt).partition(" ")
+        word, _, rest = self.question(prompt).partition(" ")
         if word == "ids":
             return ["a"] * (sampling.max_tokens or 1)
         if word == "messages":
             return [json.dumps(prompt, ensure_ascii=False)]
         if word == "sampling":
             return [f"temperature={sampling.temperature} max_tokens={sampling.max_tokens} seed={sampling.seed}"]
+        if word == "silent":
+            print("[silent]", file=sys.stderr, flush=True)
+            return [None]
         if word == "hang":
             return [*rest, None]
         if word == "lines":
@@ -100,7 +103,8 @@ async def scripted_factory(model: str, progress: Any = None, **config: Any) -> A
         yield engine
     finally:
         if "SCRIPTED_ENGINE_REPORT" in os.environ:
-            Path(os.environ["SCRIPTED_ENGINE_REPORT"]).write_text(json.dumps({"num_left": engine.num_left}))
+            Path(os.environ["SCRIPTED_ENGINE_REPORT"]).write_text(json.dumps({
+                "num_left": engine.num_left, "questions": [engine.question(prompt) for prompt, _ in engine.requests]}))
 
 
 if __name__ == "__main__":

@@ -6,13 +6,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
-import pexpect
+import pexpect  # type: ignore[import-untyped]
 import pyte
 
 TIMEOUT_S = 20.0                            # far beyond what a busy machine needs: a hang must end
 
 
-class _Screen(pyte.HistoryScreen):          # type: ignore[misc]
+class _Screen(pyte.HistoryScreen):
     """Answers the queries that a line editor sends to its terminal."""
 
     child: pexpect.spawn
@@ -82,7 +82,12 @@ class Terminal:
     def text(self) -> str:
         return "\n".join(self.lines())
 
-    @property
-    def cursor(self) -> tuple[int, int]:
-        """(line on the screen, column), from 0."""
-        return self._screen.cursor.y, self._screen.cursor.x
+    def wait_for_cursor(self, line: int, column: int) -> None:
+        """Read output until the cursor is there, counted from 0 at the upper left."""
+        while (self._screen.cursor.y, self._screen.cursor.x) != (line, column):
+            try:
+                self.read()
+            except (pexpect.TIMEOUT, pexpect.EOF) as error:
+                place = self._screen.cursor.y, self._screen.cursor.x
+                raise AssertionError(f"{type(error).__name__}: the cursor is at {place}; the screen:\n{self.text()}"
+                                     ) from None

@@ -139,7 +139,7 @@ def test_the_seed_decides_the_prompts_and_without_one_they_differ(capsys: pytest
 def test_chat_in_process_sends_messages(capsys: pytest.CaptureFixture[str]) -> None:
     engine = ScriptedEngine()
     assert in_process(engine, "--num-prompts", "1", "--endpoint", "chat", "--input-len", "5") == 0
-    (message,), _ = engine.requests[0]
+    message = engine.requests[0][0][0]
     assert isinstance(message, dict)
     assert message["role"] == "user"
     assert len(message["content"].split()) == 5

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import signal
@@ -13,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from tests.tools.scripted_engine import scripted_factory
 from tests.tools.scripted_server import Exchange, scripted_server
+from tools.chat import run
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 60.0
@@ -25,10 +28,25 @@ def environment(**changes: str) -> dict[str, str]:
             "PYTHONPATH": str(ROOT), **changes}
 
 
-def chat(*argv: str | bytes, stdin: bytes = b"", env: dict[str, str] | None = None) -> tuple[int, bytes, str]:
-    """(exit code, standard output, standard error) of one run over the scripted engine."""
+def chat(*argv: str, stdin: bytes = b"") -> tuple[int, bytes, str]:
+    """(exit code, standard output, standard error) over the scripted engine, in this process."""
+    buffers = [io.BytesIO(content) for content in (stdin, b"", b"")]
+    streams = [io.TextIOWrapper(buffer, encoding="utf-8") for buffer in buffers]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, stream in zip(("stdin", "stdout", "stderr"), streams, strict=True):
+            patch.setattr(sys, name, stream)
+        code = run(argv, engine_factory=scripted_factory)
+        for stream in streams[1:]:
+            stream.flush()
+    out, err = buffers[1].getvalue(), buffers[2].getvalue()
+    assert b"Traceback" not in err
+    return code, out, err.decode()
+
+
+def chat_program(*argv: str | bytes, stdin: bytes = b"", **env: str) -> tuple[int, bytes, str]:
+    """The same in a process of its own."""
     done = subprocess.run([*PROGRAM, *argv], input=stdin, capture_output=True, timeout=TIMEOUT_S, cwd=ROOT,
-                          env=env or environment())
+                          env=environment(**env))
     assert b"Traceback" not in done.stderr, done.stderr.decode()
     return done.returncode, done.stdout, done.stderr.decode()
 
@@ -37,7 +55,7 @@ def chat(*argv: str | bytes, stdin: bytes = b"", env: dict[str, str] | None = No
 
 
 def test_one_question() -> None:
-    assert chat("hi there") == (0, b"you said: hi there \n", "")
+    assert chat("hi there") == chat_program("hi there") == (0, b"you said: hi there \n", "")
 
 
 def test_one_question_with_all_settings() -> None:
@@ -58,7 +76,7 @@ def test_markdown_stays_as_it_is_where_standard_output_is_no_terminal() -> None:
 def test_figures_on_request() -> None:
     code, out, err = chat("--stats", "hi there")
     assert (code, out) == (0, b"you said: hi there \n")
-    assert err.startswith("(TTFT 0.")
+    assert err.startswith("(TTFT ")
     assert ", 4 tokens, " in err
     assert err.endswith(" tokens/s)\n")
 
@@ -114,7 +132,7 @@ def test_each_piped_line_is_one_turn_of_a_conversation() -> None:
 
 
 def test_an_empty_standard_input_ends_at_once() -> None:
-    assert chat() == (0, b"", "")
+    assert chat_program() == (0, b"", "")
 
 
 def test_commands_in_a_pipe() -> None:
@@ -171,7 +189,8 @@ def test_an_interrupt_ends_a_program_that_has_no_prompt(stdin: bytes | None, tmp
     program.send_signal(signal.SIGINT)
     out, err = program.communicate(timeout=TIMEOUT_S)
     assert (program.returncode, out, err) == (130, b"\n", b"")
-    assert json.loads(report.read_text()) == {"num_left": 1}        # the request was ended and the engine stopped
+    # The request was ended and the engine stopped.
+    assert json.loads(report.read_text()) == {"num_left": 1, "questions": ["hang abc"]}
 
 
 # --- locales and characters
@@ -186,12 +205,12 @@ def test_any_locale(env: dict[str, str]) -> None:
     """Text comes in as UTF-8 whatever the locale; what it cannot show is replaced."""
     utf8 = len(env) == 1                    # Python itself then turns to UTF-8
     expected = "you said: 日本 é \n".encode() if utf8 else b"you said: ?? ? \n"
-    assert chat("日本 é".encode(), env=environment(**env)) == (0, expected, "")
-    assert chat(stdin="日本 é\n".encode(), env=environment(**env)) == (0, expected, "")
+    assert chat_program("日本 é".encode(), stdin=b"", **env) == (0, expected, "")
+    assert chat_program(stdin="日本 é\n".encode(), **env) == (0, expected, "")
 
 
 def test_bytes_that_are_no_text() -> None:
-    assert chat(b"a\xffb")[1] == "you said: a\ufffdb \n".encode()
+    assert chat_program(b"a\xffb")[1] == "you said: a\ufffdb \n".encode()
     assert chat(stdin=b"a\xffb\n")[1] == "you said: a\ufffdb \n".encode()
 
 
@@ -206,7 +225,7 @@ def test_lone_surrogates_of_a_model() -> None:
 
 
 def ask_server(handle: Callable[[Exchange], Any], *argv: str, stdin: bytes = b"") -> tuple[int, bytes, str]:
-    async def run() -> tuple[int, bytes, str]:
+    async def ask() -> tuple[int, bytes, str]:
         async with scripted_server(handle) as root:
             program = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "tools.chat", "--url", root, *argv, stdin=subprocess.PIPE,
@@ -215,7 +234,7 @@ def ask_server(handle: Callable[[Exchange], Any], *argv: str, stdin: bytes = b""
             assert b"Traceback" not in err, err.decode()
             assert program.returncode is not None
             return program.returncode, out, err.decode()
-    return asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+    return asyncio.run(asyncio.wait_for(ask(), TIMEOUT_S))
 
 
 async def say_hello(exchange: Exchange) -> None:
@@ -242,7 +261,7 @@ def test_a_conversation_with_a_server() -> None:
     code, out, err = ask_server(handle, "--temperature", "0.5", "--seed", "3", "--system", "s", "--stats",
                                 stdin="hi \n日本\n/stats\n".encode())
     assert (code, out) == (0, b"hello\nhello\n")
-    assert err.count("2 tokens") == 2
+    assert err.count(", 2 tokens, ") == 2
     assert "(server: http://127.0.0.1:" in err
     settings = {"model": "theirs", "temperature": 0.5, "seed": 3, "stream": True,
                 "stream_options": {"include_usage": True}}

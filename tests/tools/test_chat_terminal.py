@@ -16,7 +16,7 @@ from tests.tools.terminal import Terminal
 ROOT = Path(__file__).parents[2]
 
 
-def start(tmp_path: Path, *argv: str, columns: int = 80, lines: int = 24) -> Terminal:
+def start(tmp_path: Path, *argv: str, columns: int = 200, lines: int = 24) -> Terminal:
     return Terminal(["-m", "tests.tools.scripted_engine", *argv], columns=columns, lines=lines, env={
         "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(tmp_path), "LC_ALL": "C.UTF-8",
         "SCRIPTED_ENGINE_REPORT": str(tmp_path / "report.json")})
@@ -36,7 +36,7 @@ def leave(terminal: Terminal) -> None:
 
 def test_a_conversation(terminal: Terminal) -> None:
     terminal.type("hi there\r")
-    terminal.wait_for("you said: hi there", "(TTFT 0.", " 4 tokens, ", " tokens/s)")
+    terminal.wait_for("you said: hi there", "(TTFT ", " 4 tokens, ", " tokens/s)")
     terminal.type("/help\r")
     terminal.wait_for("/system TEXT", "/reset", "/stats", "/exit")
     terminal.type("/system be brief\r")
@@ -80,17 +80,15 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_came(terminal: Terminal, tmp_pat
     terminal.type("messages\r")
     terminal.wait_for('"role": "assistant", "content": "partial"')
     leave(terminal)
-    assert json.loads((tmp_path / "report.json").read_text()) == {"num_left": 1}
+    assert json.loads((tmp_path / "report.json").read_text()) == {
+        "num_left": 1, "questions": ["hang partial", "messages"]}
 
 
 def test_ctrl_c_before_the_first_token_forgets_the_question(terminal: Terminal) -> None:
-    terminal.type("hang\r")
-    terminal.wait_for("> hang\n")
-    while "(stopped before the answer began; the question is not kept)" not in terminal.text():
-        # Between the line's end and the answer's begin the editor still takes Ctrl-C for itself.
-        terminal.type("\x03")
-        terminal.wait_for("(")
-        terminal.read()
+    terminal.type("silent\r")
+    terminal.wait_for("[silent]")
+    terminal.type("\x03")
+    terminal.wait_for("(stopped before the answer began; the question is not kept)")
     terminal.type("messages\r")
     terminal.wait_for('[{"role": "user", "content": "messages"}]')
     leave(terminal)
@@ -100,7 +98,7 @@ def test_ctrl_c_at_the_prompt_clears_the_line_and_says_how_to_leave(terminal: Te
     terminal.type("not this")
     terminal.wait_for("> not this")
     terminal.type("\x03but that\r")
-    terminal.wait_for("you said: but that")
+    terminal.wait_for("you said: but that", "tokens/s)\n\n>")
     terminal.type("\x03")
     terminal.wait_for("(Ctrl-D or /exit leaves)")
     leave(terminal)
@@ -136,31 +134,25 @@ def test_alt_enter_begins_a_new_line(terminal: Terminal) -> None:
     leave(terminal)
 
 
-@pytest.mark.parametrize(("typed", "shown", "width"), [
+@pytest.mark.parametrize(("typed", "submitted", "width"), [
     ("日本語", "日本語", 6),
     ("cafe\u0301", "cafe\u0301", 4),
-    ("日本x\x7f\x7f語", "日語", 4),                         # a wide character is deleted whole
-    ("e\u0301\x7fa", "a", 1),                               # a letter with its mark
-    ("👨\u200d👩\u200d👧\x7fb", "b", 1),                     # a family
+    ("日本x\x7f\x7f語", "日語", 4),                        # a wide character is deleted whole
+    ("e\u0301\x7fa", "a", 1),                             # a letter with its mark
+    ("👨\u200d👩\u200d👧\x7fb", "b", 1),                   # a family
     ("a👍🏽\x7fb", "ab", 2),
-    ("日本\x1b[D\x1b[D\x7f中\x1b[F文", "中日本文", 8),        # to the left, over wide characters, and to the end
+    ("👩\u200d🚀 🇩🇪", "👩\u200d🚀 🇩🇪", None),            # how wide these are differs between terminals
+    ("日本\x1b[D\x7f中\x1b[F文", "中本文", 6),             # to the left, over a wide character, and to the end
 ])
-def test_editing_wide_and_combined_characters(typed: str, shown: str, width: int, terminal: Terminal) -> None:
-    terminal.type("messages " + typed + "!")
-    terminal.wait_for("!")
-    assert terminal.cursor == (2, len("> messages ") + width + 1)
-    terminal.type("\r")
-    terminal.wait_for(json.dumps("messages " + shown + "!", ensure_ascii=False))
-    leave(terminal)
-
-
-def test_an_emoji_of_several_parts_arrives_whole(terminal: Terminal) -> None:
-    terminal.type("messages 👩\u200d🚀 🇩🇪\r")
+def test_what_is_sent_is_what_was_typed(typed: str, submitted: str, width: int | None, terminal: Terminal,
+                                        tmp_path: Path) -> None:
+    terminal.type("<" + typed)
+    if width is not None:
+        terminal.wait_for_cursor(2, len("> <") + width)
+    terminal.type(">\r")
     terminal.wait_for("tokens/s")
-    terminal.type("messages\r")
-    lines = terminal.wait_for('"role": "assistant"')
-    assert json.dumps("messages 👩\u200d🚀 🇩🇪", ensure_ascii=False)[1:-1] in "".join(lines)
     leave(terminal)
+    assert json.loads((tmp_path / "report.json").read_text())["questions"] == [f"<{submitted}>"]
 
 
 def test_the_history_is_there_the_next_time(tmp_path: Path) -> None:
