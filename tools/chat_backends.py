@@ -12,6 +12,9 @@ from tools.sse_client import ServerError
 if TYPE_CHECKING:
     from api.engine import Engine
 
+# Where neither the user nor the model says: at 1.0, the API's default, small models wander off.
+CHAT_TEMPERATURE = 0.2
+
 Messages: TypeAlias = list[dict[str, str]]
 
 
@@ -47,7 +50,8 @@ class EngineBackend:
     def __init__(self, engine: Engine, given: dict[str, Any]) -> None:
         """`given`: the fields of SamplingParams that the user chose; the model's own defaults fill in the rest."""
         self._engine = engine
-        self._sampling = engine.default_sampling(**given)
+        silent = {} if "temperature" in engine.info.default_sampling else {"temperature": CHAT_TEMPERATURE}
+        self._sampling = engine.default_sampling(**{**silent, **given})
         self.name = engine.info.model
         self.context_tokens: int | None = engine.info.max_model_len
         self.has_chat_template = engine.info.has_chat_template
