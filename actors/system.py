@@ -15,6 +15,7 @@ from actors.kv_pool import KVPool
 from actors.mailbox import Mailbox
 from actors.messages import Abort, Generate
 from actors.output import OutputRouter
+from actors.policy import block_pool
 from actors.policy.block_pool import BlockPool, Group
 from actors.policy.scheduler import SchedulerConfig, SchedulerMessage, SchedulerPolicy
 from actors.sampling_params import ParameterError, SamplingParams
@@ -30,6 +31,8 @@ from weights.spec import ModelSpec
 from weights.vocab import Vocab
 
 log = logging.getLogger("troupe.system")
+
+assert block_pool.BLOCK_SIZE == BLOCK_SIZE, "policy may not import cuda, so the number stands twice"
 
 # Without a figure from the user, KV blocks may take this share of the memory that is free at the start.
 DEFAULT_KV_SHARE = 0.25
@@ -49,11 +52,12 @@ class EngineConfig:
     served_model_name: tuple[str, ...] = ()  # the first is what replies say; None given: the model's name
     generation_config: str = "auto"         # "none": ignore the model's sampling defaults
     threads: int | None = None              # of the host back end; None: the physical cores
+    overlap: int = 0                        # steps launched before the results of the one before them are read
     check_integrity: bool = False           # audit the KV pool after every step
 
     def __post_init__(self) -> None:
         for name, low in (("max_model_len", 1), ("max_num_seqs", 1), ("max_num_batched_tokens", 1),
-                          ("kv_cache_memory", 1), ("threads", 1)):
+                          ("kv_cache_memory", 1), ("threads", 1), ("overlap", 0)):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < low):
                 raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
@@ -173,7 +177,7 @@ class System:
                                    config.seed)
         policy = SchedulerPolicy(SchedulerConfig(
             max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=self.sizes.max_model_len, groups=pool_groups))
+            max_model_len=self.sizes.max_model_len, groups=pool_groups, overlap=config.overlap))
         self.scheduler = Scheduler(policy, scheduler_inbox, self.pool, self.executor, self.tokenizer.inbox)
 
     def _sampling_defaults(self) -> dict[str, float]:

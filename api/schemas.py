@@ -10,15 +10,7 @@ import re
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import orjson
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 
 from actors.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_STRINGS
 from api.errors import ApiError
@@ -69,9 +61,8 @@ class ParsedModel(BaseModel):
 
 def _refuse_unsupported(values: Any, unsupported: dict[str, tuple[Any, ...]]) -> Any:
     if isinstance(values, dict):
-        for name in values.keys() & unsupported.keys():
-            value = values[name]
-            if value is not None and value not in unsupported[name]:
+        for name, value in values.items():
+            if name in unsupported and value is not None and value not in unsupported[name]:
                 raise FieldFault(name, "not supported yet")
     return values
 

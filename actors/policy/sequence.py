@@ -29,7 +29,7 @@ class Sequence:
     num_planned_tokens: int = 0
     num_reserved_tokens: int = 0            # what its blocks hold
     num_started_tokens: int = 0             # known when it entered: planned in chunks, what follows one by one
-    num_cached_tokens: int = 0              # found in the prefix cache when it first entered a slot
+    num_cached_tokens: int = 0              # found in the prefix cache before its first token
     num_prompt_logprobs: int = 0            # prompt positions below have been delivered
     slot: int = -1                          # -1: waiting
     last_step_id: int = -1                  # set when preempted: it resumes once this step has reported

@@ -17,7 +17,8 @@ def find_refusal(sequence: Sequence, max_model_len: int, groups: tuple[Group, ..
         return "the prompt is empty"
     if num_prompt > max_model_len:
         return f"the prompt has {num_prompt} tokens, {context}"
-    if sequence.max_tokens == 0 and sequence.request.sampling.prompt_logprobs is None:
+    asks_for_tokens = sequence.request.max_tokens > 0 or sequence.request.sampling.prompt_logprobs is None
+    if sequence.max_tokens == 0 and asks_for_tokens:
         return f"the prompt of {num_prompt} tokens leaves no room for an answer, {context}"
     for group in groups:
         num_blocks = group.num_blocks_for(sequence.num_final_tokens)

@@ -13,9 +13,9 @@ import numpy as np
 
 from cuda.host.compilation import Kernel, inner
 from cuda.host.elementwise import load_up_to, store_up_to
+from cuda.host.register_tile import MAX_ROWS, tile
 from cuda.host.simd import (
     LANES,
-    MAX_ROWS,
     VECTOR_BYTES,
     exp,
     keep_lanes,
@@ -30,7 +30,6 @@ from cuda.host.simd import (
     store,
     store_f32,
     tanh,
-    tile,
     word,
 )
 from cuda.ops import BLOCK_SIZE

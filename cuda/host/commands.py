@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import mmap
 import struct
-import sys
 import threading
 import weakref
 from queue import SimpleQueue
-from typing import Any
 
 import numpy as np
 
 from cuda.host.compilation import Kernel, entry_point, inner
 from cuda.host.simd import atomic_add, atomic_load, call, load_i64, pause, yield_thread
+from cuda.host.workspace import address_of, allocate
 
-HUGE_PAGE_BYTES = 1 << 21
 COMMAND_BYTES = 256                             # a header and up to 29 argument words
 _HEADER = struct.Struct("=qqq")                 # function, items, items handed out at a time
 _HEADER_BYTES = _HEADER.size
@@ -33,21 +31,6 @@ _SPINS = 2000                                   # waiting turns before a thread 
 # The team's state, in words: the door, and on another cache line the job.
 _DOOR, _COMMANDS, _COUNT, _COUNTERS, _SCRATCH, _SCRATCH_BYTES = 0, 8, 9, 10, 11, 12
 _CLOSED = -(1 << 32)                            # the door counts the threads inside; below zero nobody enters
-
-
-def allocate(num_bytes: int) -> mmap.mmap:
-    """Zeroed memory that starts on a page; the system provides a page when it is first touched."""
-    if sys.platform == "win32":
-        return mmap.mmap(-1, max(num_bytes, 1))
-    memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE") and num_bytes >= HUGE_PAGE_BYTES:
-        memory.madvise(mmap.MADV_HUGEPAGE)      # weights and KV blocks are read once a step: address look-ups count
-    return memory
-
-
-def address_of(memory: Any) -> int:
-    """Where the buffer of an object begins."""
-    return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
 
 
 @inner
@@ -107,7 +90,7 @@ class CommandList:
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
         self._scratch, self._scratch_bytes = allocate(0), 0
-        self._count = 0
+        self._table, self._count = allocate(0), 0
         self._reserve(1024)
         memory = allocate(8 * 16)
         self._team = np.frombuffer(memory, np.int64)
@@ -122,9 +105,8 @@ class CommandList:
 
     def _reserve(self, capacity: int) -> None:
         """Room for `capacity` commands; those recorded stay."""
-        table = allocate(capacity * COMMAND_BYTES)
-        if self._count:
-            table[:len(self._table)] = self._table[:]
+        table, used = allocate(capacity * COMMAND_BYTES), self._count * COMMAND_BYTES
+        table[:used] = self._table[:used]
         self._table, self._capacity = table, capacity
         self._counters = np.frombuffer(allocate(capacity * 8 * _COUNTER_WORDS), np.int64).reshape(capacity, -1)
         self._addresses = address_of(self._table), address_of(self._counters)
@@ -143,6 +125,11 @@ class CommandList:
         if num_bytes > self._scratch_bytes:
             self._scratch_bytes = -(-num_bytes // 4096) * 4096
             self._scratch = allocate(self._scratch_bytes * self.num_threads)
+
+    @property
+    def outstanding(self) -> int:
+        """Commands recorded and not yet executed."""
+        return self._count
 
     def clear(self) -> None:
         """Forgets what was recorded."""

@@ -24,7 +24,8 @@ log = logging.getLogger("troupe.host")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_OPTIONS = {"error_model": "numpy", "boundscheck": False}       # division as IEEE has it; no Python exceptions
+# Division as IEEE has it; no Python exceptions.
+_OPTIONS: dict[str, Any] = {"error_model": "numpy", "boundscheck": False}
 
 
 def inner(function: F) -> F:
@@ -46,11 +47,15 @@ class Kernel:
         assert self.arguments.size == 8 * len(format), f"{self.name}: an argument is one word"
 
     @cached_property
-    def address(self) -> int:
-        """Of the machine code; compiled, or read from disk, when first asked for."""
+    def compiled(self) -> Any:
+        """The compiled C function; the first use compiles it or reads it from disk."""
         with caching() as cached:
-            address: int = numba.cfunc("void(int64, int64, int64, int64)", cache=cached, **_OPTIONS)(
-                self.function).address
+            return numba.cfunc("void(int64, int64, int64, int64)", cache=cached, **_OPTIONS)(self.function)
+
+    @cached_property
+    def address(self) -> int:
+        """Of the machine code."""
+        address: int = self.compiled.address
         return address
 
 

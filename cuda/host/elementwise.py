@@ -33,6 +33,7 @@ from cuda.host.simd import (
     tanh,
     word,
 )
+from cuda.ops import BLOCK_SIZE
 
 COLUMNS = 256                                   # of a row in one item, where rows may be split
 SILU, GELU_TANH = 0, 1
@@ -86,8 +87,8 @@ RMS_NORM = Kernel(rms_norm, "qqqqqqqqd")
 
 
 def rope(arguments: int, first: int, last: int, scratch: int) -> None:
-    """Item: a row of qkv. Heads of q and k are normed where there is a weight (address not 0), then turned by the angles
-    of the row's position; `half` is 0 where nothing turns. A table row: `padded` cosines, then `padded` sines."""
+    """Item: a row of qkv. Heads of q and k are normed where there is a weight (address not 0), then turned by the
+    angles of the row's position; `half` is 0 where nothing turns. A table row: `padded` cosines, then as many sines."""
     qkv, stride, positions = word(arguments, 0), word(arguments, 1), word(arguments, 2)
     table, half, padded = word(arguments, 3), word(arguments, 4), word(arguments, 5)
     q_norm, k_norm, num_heads = word(arguments, 6), word(arguments, 7), word(arguments, 8)
@@ -199,14 +200,14 @@ EMBED = Kernel(embed, "qqqqqqqqd")
 
 
 def store_kv(arguments: int, first: int, last: int, scratch: int) -> None:
-    """Item: a row. Its k becomes a column of its block's transposed K [G, D, 16], its v a row of V [G, 16, padded D]."""
+    """Item: a row. Its k becomes a column of its block's transposed K [G, D, B], its v a row of V [G, B, padded D]."""
     qkv, stride, slots = word(arguments, 0), word(arguments, 1), word(arguments, 2)
     keys, values = word(arguments, 3), word(arguments, 4)
     num_heads, num_kv_heads = word(arguments, 5), word(arguments, 6)
     head_dim, padded_dim = word(arguments, 7), word(arguments, 8)
     for row in range(first, last):
         slot = load_i32(slots + 4 * row)
-        block, offset = slot // LANES, slot % LANES
+        block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
         for g in range(num_kv_heads):
             head = block * num_kv_heads + g
             k = qkv + row * stride + (num_heads + g) * head_dim * 4
@@ -214,7 +215,7 @@ def store_kv(arguments: int, first: int, last: int, scratch: int) -> None:
             for d in range(head_dim):
                 store_f32(target + VECTOR_BYTES * d, load_f32(k + 4 * d))
             v = k + num_kv_heads * head_dim * 4
-            target = values + (head * LANES + offset) * padded_dim * 4
+            target = values + (head * BLOCK_SIZE + offset) * padded_dim * 4
             for d in range(0, padded_dim, LANES):
                 store(target + 4 * d, load_up_to(v + 4 * d, head_dim - d))
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from cuda.host.compilation import Kernel, inner
 from cuda.host.pack import AFFINE4, AFFINE8, BFLOAT16, FLOAT16, FLOAT32, GROUP_HEAD_BYTES
+from cuda.host.register_tile import MAX_ROWS, tile, tile_affine4, tile_affine8
 from cuda.host.simd import (
     LANES,
-    MAX_ROWS,
     VECTOR_BYTES,
     fma,
     high_nibble,
@@ -20,9 +20,6 @@ from cuda.host.simd import (
     load_f16,
     low_nibble,
     store,
-    tile,
-    tile_affine4,
-    tile_affine8,
     to_float,
     word,
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,13 +11,14 @@ from numpy.typing import NDArray
 
 from cuda.host import elementwise
 from cuda.host.attention import ATTEND, RUN_BYTES, attention_scratch_bytes, positions_per_run, score_stride
-from cuda.host.commands import CommandList, address_of, allocate
+from cuda.host.commands import CommandList
 from cuda.host.compilation import Kernel
 from cuda.host.cores import num_physical_cores
 from cuda.host.matmul import LINEAR, linear_scratch_bytes
 from cuda.host.pack import Arena, PackedLinear, pack_linear, pack_weight
-from cuda.host.simd import LANES, MAX_ROWS
-from cuda.host.workspace import Buffer, new_buffer
+from cuda.host.register_tile import MAX_ROWS
+from cuda.host.simd import LANES
+from cuda.host.workspace import Buffer, address_of, allocate, new_buffer
 from cuda.ops import BLOCK_SIZE, Batch, Ints, KVGroupSpec
 from weights.load import LayerWeights, ModelWeights
 from weights.quant import Linear
@@ -28,6 +28,7 @@ log = logging.getLogger("troupe.host")
 
 Floats = NDArray[np.float32]
 
+ROPE_ROWS = 4096                                # of a table made at a time: the angles are float64
 _ACTIVATIONS = {"silu": elementwise.SILU, "gelu_tanh": elementwise.GELU_TANH}
 
 
@@ -50,6 +51,13 @@ class _RopeTable:
     padded: int                                 # the same in whole vectors
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Runs:
+    memory: Any
+    address: int
+    count: int
+
+
 class HostOps:
     """See `cuda.ops.Ops`. All arithmetic is float32; results do not depend on the number of threads."""
 
@@ -66,19 +74,23 @@ class HostOps:
         # Where arrays are: (address, bytes between rows) by `id`, of weights and of the workspace's views, which live
         # as long as their entries, and of other arrays of this step, kept alive with theirs.
         self._places: dict[int, tuple[int, int]] = {}
-        self._step_places: dict[int, tuple[int, int, Any]] = {}
+        self._step_places: dict[int | tuple[int, int], tuple[int, int, Any]] = {}
         self._weights: list[Floats] = []
         self._rope_tables: dict[int, tuple[RopeSpec, _RopeTable]] = {}      # by id of the spec
+        self._runs: _Runs | None = None                         # of this step, for attention
+        self._max_keys = 0
 
     # ---- Start
 
     def prepare(self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, max_position: int) -> ModelWeights:
         # The workspace grows to the largest step seen; only pages that a step touches take memory.
         self.spec, self.max_position = spec, max_position
+        kernels = _kernels(spec)
         begin_s = time.perf_counter()
-        for kernel in self._kernels(spec):
-            kernel.address
-        log.info("host kernels ready in %.1f s, %d threads", time.perf_counter() - begin_s, self.num_threads)
+        addresses = {kernel.name: kernel.address for kernel in kernels}         # compiled now, not in the first step
+        log.debug("kernels at %s", addresses)
+        log.info("%d kernels ready in %.1f s; %d threads", len(kernels), time.perf_counter() - begin_s,
+                 self.num_threads)
         for layer in spec.layers:
             if layer.rope is not None:
                 self._rope_table(layer.rope)
@@ -107,12 +119,6 @@ class HostOps:
                                                              spec.num_heads * spec.head_dim)))
         return prepared
 
-    def _kernels(self, spec: ModelSpec) -> Iterator[Kernel]:
-        yield from (elementwise.EMBED, elementwise.RMS_NORM, LINEAR, elementwise.ROPE, elementwise.STORE_KV, ATTEND,
-                    elementwise.GATED, elementwise.TAKE_ROWS)
-        if spec.final_softcap is not None:
-            yield elementwise.SOFTCAP
-
     def _keep(self, weight: Floats) -> Floats:
         """A copy that stays, its place known."""
         copy = np.array(weight, np.float32, order="C")
@@ -124,11 +130,8 @@ class HostOps:
         known = self._rope_tables.get(id(rope))
         if known is not None:
             return known[1]
-        for spec, table in self._rope_tables.values():
-            if spec == rope:
-                break
-        else:
-            table = self._new_rope_table(rope)
+        equal = [table for spec, table in self._rope_tables.values() if spec == rope]
+        table = equal[0] if equal else self._new_rope_table(rope)
         self._rope_tables[id(rope)] = rope, table
         return table
 
@@ -137,9 +140,12 @@ class HostOps:
         padded = -(-half // LANES) * LANES
         memory = allocate(self.max_position * 2 * padded * 4)
         rows = np.frombuffer(memory, np.float32).reshape(self.max_position, 2, padded)
-        angles = np.arange(self.max_position)[:, None] * np.asarray(rope.inv_freq, np.float64)
-        rows[:, 0, :half] = np.cos(angles) * rope.attention_factor
-        rows[:, 1, :half] = np.sin(angles) * rope.attention_factor
+        inv_freq = np.asarray(rope.inv_freq, np.float64)
+        for first in range(0, self.max_position, ROPE_ROWS):
+            part = rows[first:first + ROPE_ROWS]
+            angles = (first + np.arange(len(part)))[:, None] * inv_freq
+            part[:, 0, :half] = np.cos(angles) * rope.attention_factor
+            part[:, 1, :half] = np.sin(angles) * rope.attention_factor
         return _RopeTable(memory, address_of(memory), half, padded)
 
     def allocate_kv(self, group: KVGroupSpec, num_blocks: int) -> HostKVCache:
@@ -164,19 +170,20 @@ class HostOps:
             return known
         other = self._step_places.get(id(x))
         if other is None:
-            assert x.dtype == np.float32 and x.strides[-1] == 4, "rows of float32"
+            assert (x.dtype.str, x.strides[-1]) == ("<f4", 4), "rows of float32"
             other = self._step_places[id(x)] = x.__array_interface__["data"][0], x.strides[0], x
         return other[0], other[1]
 
     def _ints(self, numbers: Ints, limit: int, what: str) -> tuple[int, int]:
         """Address and bytes between rows of an array of int32, each checked to be from 0 to `limit` - 1."""
-        known = self._step_places.get(id(numbers))
+        key = id(numbers), limit
+        known = self._step_places.get(key)
         if known is None:
             # NOTE: native code reads and writes at these numbers without looking.
             assert not numbers.size or 0 <= numbers.min() <= numbers.max() < limit, f"{what} outside 0..{limit - 1}"
             array = np.ascontiguousarray(numbers, np.int32)
             address = array.__array_interface__["data"][0]
-            known = self._step_places[id(numbers)] = address, array.strides[0], (numbers, array)
+            known = self._step_places[key] = address, array.strides[0], (numbers, array)
         return known[0], known[1]
 
     def _new(self, rows: int, columns: int) -> tuple[Floats, int, int]:
@@ -200,7 +207,8 @@ class HostOps:
         self._places[id(buffer.view)] = buffer.address, buffer.stride
         return buffer.view, buffer.address, buffer.stride
 
-    def _rows_at_a_time(self, items: int) -> int:
+    def _share(self, items: int) -> int:
+        """Items of a row each that a thread takes at a time."""
         return max(1, items // (8 * self.num_threads))
 
     # ---- A step
@@ -209,7 +217,7 @@ class HostOps:
         self._batch = batch
         self._step_places.clear()
         self._commands.clear()
-        self._runs: NDArray[np.int32] | None = None
+        self._runs = None
 
     def finish(self) -> None:
         self._commands.run()
@@ -218,7 +226,7 @@ class HostOps:
         num_tokens, columns = len(token_ids), table.shape[1]
         ids, _ = self._ints(token_ids, table.shape[0], "token ids")
         y, address, stride = self._new(num_tokens, columns)
-        self._commands.add(elementwise.EMBED, num_tokens, self._rows_at_a_time(num_tokens), ids, table.kind,
+        self._commands.add(elementwise.EMBED, num_tokens, self._share(num_tokens), ids, table.kind,
                            table.group, table.address, table.strip_bytes, columns, address, stride, scale)
         return y
 
@@ -227,7 +235,7 @@ class HostOps:
         x_address, x_stride = self._place(x)
         add_address, add_stride = (0, 0) if add is None else self._place(add)
         y, address, stride = self._new(rows, columns)
-        self._commands.add(elementwise.RMS_NORM, rows, self._rows_at_a_time(rows), x_address, x_stride, add_address,
+        self._commands.add(elementwise.RMS_NORM, rows, self._share(rows), x_address, x_stride, add_address,
                            add_stride, address, stride, self._place(weight)[0], columns, eps)
         return y
 
@@ -258,7 +266,7 @@ class HostOps:
         if rope is not None:
             found = self._rope_table(rope)
             table, half, padded = found.address, found.half, found.padded
-        self._commands.add(elementwise.ROPE, rows, self._rows_at_a_time(rows), address, stride,
+        self._commands.add(elementwise.ROPE, rows, self._share(rows), address, stride,
                            self._ints(positions, self.max_position, "positions")[0], table, half, padded,
                            0 if q_norm is None else self._place(q_norm)[0],
                            0 if k_norm is None else self._place(k_norm)[0],
@@ -268,7 +276,7 @@ class HostOps:
         spec, rows = self.spec, len(qkv)
         address, stride = self._place(qkv)
         slots, _ = self._ints(slot_mapping, cache.num_blocks * BLOCK_SIZE, "slots")
-        self._commands.add(elementwise.STORE_KV, rows, self._rows_at_a_time(rows), address, stride, slots,
+        self._commands.add(elementwise.STORE_KV, rows, self._share(rows), address, stride, slots,
                            cache.key_addresses[layer], cache.value_addresses[layer], spec.num_heads,
                            spec.num_kv_heads, spec.head_dim, cache.values.shape[-1])
 
@@ -278,20 +286,20 @@ class HostOps:
         group_size = spec.num_heads // spec.num_kv_heads
         if self._runs is None:
             self._runs = _runs(batch, positions_per_run(group_size))
-            self._max_keys = int(batch.seq_lens.max(initial=0))
-        runs, _ = self._ints(self._runs, 1 << 31, "runs")
-        tables, table_stride = self._ints(block_table, cache.num_blocks, "block ids")
+            self._max_keys = int(batch.positions.max(initial=-1)) + 1
         max_keys = self._max_keys
+        assert max_keys <= block_table.shape[1] * BLOCK_SIZE, f"{max_keys} keys in {block_table.shape[1]} blocks"
         if window is not None:
             max_keys = min(max_keys, window + positions_per_run(group_size))
         self._commands.want_scratch(attention_scratch_bytes(spec.head_dim, max_keys))
+        tables, table_stride = self._ints(block_table, cache.num_blocks, "block ids")
         address, stride = self._place(qkv)
         y, y_address, y_stride = self._new(len(qkv), spec.num_heads * spec.head_dim)
         parts = -(-group_size // MAX_ROWS)
-        self._commands.add(ATTEND, len(self._runs) * spec.num_kv_heads * parts, 1, address, stride, y_address,
+        self._commands.add(ATTEND, self._runs.count * spec.num_kv_heads * parts, 1, address, stride, y_address,
                            y_stride, cache.key_addresses[layer], cache.value_addresses[layer], tables, table_stride,
-                           runs, spec.num_kv_heads, group_size, spec.head_dim, window or 0, score_stride(max_keys),
-                           scale, softcap or 0.0)
+                           self._runs.address, spec.num_kv_heads, group_size, spec.head_dim, window or 0,
+                           score_stride(max_keys), scale, softcap or 0.0)
         return y
 
     def gated(self, gate_up: Floats, activation: str) -> Floats:
@@ -299,7 +307,7 @@ class HostOps:
         address, stride = self._place(gate_up)
         y, y_address, y_stride = self._new(rows, columns)
         items = rows * -(-columns // elementwise.COLUMNS)
-        self._commands.add(elementwise.GATED, items, self._rows_at_a_time(items), address, stride, y_address, y_stride,
+        self._commands.add(elementwise.GATED, items, self._share(items), address, stride, y_address, y_stride,
                            columns, _ACTIVATIONS[activation])
         return y
 
@@ -307,7 +315,7 @@ class HostOps:
         address, stride = self._place(x)
         numbers, _ = self._ints(rows, len(x), "rows")
         y, y_address, y_stride = self._new(len(rows), x.shape[1])
-        self._commands.add(elementwise.TAKE_ROWS, len(rows), self._rows_at_a_time(len(rows)), address, stride, numbers,
+        self._commands.add(elementwise.TAKE_ROWS, len(rows), self._share(len(rows)), address, stride, numbers,
                            y_address, y_stride, x.shape[1])
         return y
 
@@ -320,7 +328,7 @@ class HostOps:
         self._multiply(x, head, buffer.address, buffer.stride)
         if softcap is not None:
             items = rows * -(-columns // elementwise.COLUMNS)
-            self._commands.add(elementwise.SOFTCAP, items, self._rows_at_a_time(items), buffer.address, buffer.stride,
+            self._commands.add(elementwise.SOFTCAP, items, self._share(items), buffer.address, buffer.stride,
                                columns, softcap)
         return buffer.view
 
@@ -328,13 +336,21 @@ class HostOps:
         return x
 
     def copy_blocks(self, cache: HostKVCache, pairs: Ints) -> None:
-        # At once: no command of a step is outstanding between steps. In order: a destination may be a later source.
+        # At once, and in order: a destination may be a later pair's source.
+        assert not self._commands.outstanding, "blocks are copied before a step's operations"
         for source, destination in pairs:
             cache.keys[:, destination] = cache.keys[:, source]
             cache.values[:, destination] = cache.values[:, source]
 
 
-def _runs(batch: Batch, num_positions: int) -> NDArray[np.int32]:
+def _kernels(spec: ModelSpec) -> list[Kernel]:
+    """Those that the model's steps use."""
+    kernels = [elementwise.EMBED, elementwise.RMS_NORM, LINEAR, elementwise.ROPE, elementwise.STORE_KV, ATTEND,
+               elementwise.GATED, elementwise.TAKE_ROWS]
+    return kernels if spec.final_softcap is None else [*kernels, elementwise.SOFTCAP]
+
+
+def _runs(batch: Batch, num_positions: int) -> _Runs:
     """Each sequence's rows in runs of `num_positions` at most: first row, rows, position of the first, sequence."""
     starts = batch.query_start_loc
     num_runs = -(-np.diff(starts) // num_positions)                                             # [S]
@@ -343,5 +359,5 @@ def _runs(batch: Batch, num_positions: int) -> NDArray[np.int32]:
     first = starts[sequence] + nth * num_positions
     rows = np.minimum(num_positions, starts[sequence + 1] - first)
     runs = np.stack([first, rows, batch.positions[first], sequence], axis=1).astype(np.int32)   # [runs, 4]
-    assert runs.strides[0] == RUN_BYTES, "the layout that attention reads"
-    return runs
+    assert runs.strides == (RUN_BYTES, 4), "the layout that attention reads"
+    return _Runs(runs, address_of(runs), len(runs))

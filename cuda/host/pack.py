@@ -15,16 +15,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuda.host.commands import address_of, allocate
 from cuda.host.simd import LANES, VECTOR_BYTES
+from cuda.host.workspace import address_of, allocate
 from weights.quant import Affine, Dense, Linear, Weight
 
 AFFINE4, AFFINE8, FLOAT32, FLOAT16, BFLOAT16 = range(5)
+_DENSE_KINDS = {np.dtype(np.float32): FLOAT32, np.dtype(np.float16): FLOAT16}
 
 PAIR = 2 * LANES                                # outputs of a pair of strips
 GROUP_HEAD_BYTES = 2 * VECTOR_BYTES             # scales and offsets
-
-
 ARENA_BYTES = 1 << 25
 
 
@@ -56,10 +55,6 @@ class PackedWeight:
     def num_pairs(self) -> int:
         return -(-self.shape[0] // PAIR)
 
-    @property
-    def nbytes(self) -> int:
-        return self.strips.nbytes
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLinear:
@@ -75,10 +70,6 @@ class PackedLinear:
     @property
     def in_features(self) -> int:
         return self.parts[0].shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
 
 
 def pack_weight(weight: Weight, arena: Arena) -> PackedWeight:
@@ -147,11 +138,8 @@ def _pack_affine(weight: Affine, arena: Arena) -> PackedWeight:
 
 def _pack_dense(weight: Dense, arena: Arena) -> PackedWeight:
     n, k = weight.shape
-    if weight.is_bf16:
-        kind, dtype = BFLOAT16, np.dtype(np.uint16)
-    else:
-        kind, dtype = (FLOAT16 if weight.data.dtype == np.float16 else FLOAT32), weight.data.dtype
-    assert dtype in (np.uint16, np.float16, np.float32), f"a dense weight of {dtype}"
+    dtype = weight.data.dtype
+    kind = BFLOAT16 if weight.is_bf16 else _DENSE_KINDS[dtype]
     strips = _new_strips(n, k * LANES * dtype.itemsize, arena)
     num_strips = -(-n // LANES)
     np.copyto(strips[:num_strips].view(dtype).reshape(num_strips, k, LANES), _strips(weight.data).transpose(0, 2, 1))

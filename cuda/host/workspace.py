@@ -1,6 +1,7 @@
-"""Arrays that ops return: memory reused as soon as the caller has let go of it."""
+"""Memory, and the arrays that ops return: reused as soon as the caller has let go of them."""
 from __future__ import annotations
 
+import mmap
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -8,9 +9,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuda.host.commands import address_of, allocate
-
 Floats = NDArray[np.float32]
+
+HUGE_PAGE_BYTES = 1 << 21
+
+
+def allocate(num_bytes: int) -> mmap.mmap:
+    """Zeroed memory that starts on a page; the system provides a page when it is first touched."""
+    if sys.platform == "win32":
+        return mmap.mmap(-1, max(num_bytes, 1))
+    memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE") and num_bytes >= HUGE_PAGE_BYTES:
+        memory.madvise(mmap.MADV_HUGEPAGE)      # weights and KV blocks are read once a step: address look-ups count
+    return memory
+
+
+def address_of(memory: Any) -> int:
+    """Where the buffer of an object begins."""
+    return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
 
 
 def row_bytes(columns: int) -> int:
@@ -22,7 +38,7 @@ def row_bytes(columns: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class Buffer:
-    memory: Any
+    memory: mmap.mmap
     address: int
     stride: int                                 # bytes between rows
     view: Floats                                # what the caller gets

@@ -124,6 +124,12 @@ def test_batched_chunked_and_preempted_all_equal_alone(device: str, sampling: Sa
         preempted, num_preemptions = await together(kv_cache_memory=14 * BLOCK_BYTES, max_model_len=128)
         assert num_preemptions > 0
         assert preempted == expected, "preempted"
+        for overlap in (1, 2):
+            assert (await together(overlap=overlap))[0] == expected, "launched before the last step is read"
+            preempted, num_preemptions = await together(kv_cache_memory=14 * BLOCK_BYTES, max_model_len=128,
+                                                        overlap=overlap)
+            assert num_preemptions > 0
+            assert preempted == expected, "launched ahead and preempted"
 
     run(main)
 
