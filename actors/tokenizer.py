@@ -121,9 +121,10 @@ class Tokenizer:
     def _prompt_ids(self, generate: Generate) -> list[int]:
         prompt, vocab = generate.prompt, self.vocab
         if isinstance(prompt, ChatPrompt):
-            ids = vocab.encode_chat(orjson.loads(prompt.messages_json), prompt.add_generation_prompt)
+            ids = vocab.encode_chat(orjson.loads(prompt.messages_json), prompt.add_generation_prompt,
+                                    self.max_model_len)
         elif isinstance(prompt, str):
-            ids = vocab.encode(prompt)
+            ids = vocab.encode(prompt, max_tokens=self.max_model_len)
         else:
             ids = list(prompt)
             for token_id in ids:

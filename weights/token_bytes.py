@@ -50,6 +50,11 @@ class TokenDecoder:
                 case _:
                     raise ValueError(f"{origin}: tokenizer decoder {json.dumps(step)} is not supported")
 
+    @property
+    def covers_bytes(self) -> bool:
+        """Whether the vocabulary can spell any text, so that nothing is an unknown word."""
+        return self._byte_level or self._byte_fallback
+
     def bytes_of(self, token: str) -> bytes:
         """What the token adds to a text that has begun."""
         if self._byte_level:

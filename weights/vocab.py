@@ -83,17 +83,20 @@ class Vocab:
 
     # Encoding
 
-    def encode(self, text: str, add_special: bool = True) -> list[int]:
+    def encode(self, text: str, add_special: bool = True, max_tokens: int | None = None) -> list[int]:
         """A raw prompt. Control tokens that it spells are control tokens, as in transformers and vLLM.
 
         add_special: begin with `prefix_ids`, unless the text spells them itself.
+        max_tokens: refuse a text that must have more, before time and memory go into it.
 
-        Raises: ValueError for text that is not Unicode or that the tokenizer has no ids for.
+        Raises: ValueError for text that is not Unicode, too long, or that the tokenizer has no ids for.
         """
+        self._check_length(text, max_tokens)
         ids = self._encode(require_unicode(text, "prompt"), self._tokenizer)
         return self._with_prefix(ids) if add_special else ids
 
-    def encode_chat(self, messages: object, add_generation_prompt: bool = True) -> list[int]:
+    def encode_chat(self, messages: object, add_generation_prompt: bool = True,
+                    max_tokens: int | None = None) -> list[int]:
         """Messages as OpenAI's API has them, as one prompt. It has exactly one BOS if the model begins texts with one.
 
         Control tokens come from the template alone: what a message spells stays text.
@@ -101,6 +104,7 @@ class Vocab:
         Raises: ValueError naming the message's field, with the template's own message, or if there is no template.
         """
         rendered, hidden = self._render(messages, add_generation_prompt)
+        self._check_length(rendered, max_tokens)
         if not hidden:
             return self._with_prefix(self._encode(rendered, self._tokenizer))
         ids: list[int] = []
@@ -147,9 +151,21 @@ class Vocab:
 
     def _encode(self, text: str, tokenizer: Tokenizer) -> list[int]:
         try:
-            return tokenizer.encode(text, add_special_tokens=False).ids
+            # NOTE: `encode` holds the GIL, for seconds where the text is long; the batch calls let it go.
+            return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except Exception as error:          # the library raises bare Exception
             raise ValueError(f"the tokenizer cannot encode the text: {error}") from None
+
+    def _check_length(self, text: str, max_tokens: int | None) -> None:
+        longest = self._max_token_characters
+        if max_tokens is not None and longest is not None and len(text) > max_tokens * longest:
+            raise ValueError(f"the prompt has {len(text)} characters, far more than the {max_tokens} tokens of this "
+                             f"model's context can hold")
+
+    @cached_property
+    def _max_token_characters(self) -> int | None:
+        """No token stands for more characters; None where an unknown word of any length is one token."""
+        return max(map(len, self._tokenizer.get_vocab())) if self._decoder.covers_bytes else None
 
     def _with_prefix(self, ids: list[int]) -> list[int]:
         prefix = list(self.prefix_ids)
@@ -182,7 +198,7 @@ class Vocab:
         pieces: list[tuple[str, int | None]] = []
         position = 0
         finder, id_of = self._special_finder
-        found = finder.encode(text, add_special_tokens=False)
+        found = finder.encode_batch([text], add_special_tokens=False)[0]
         for finder_id, (start, end) in zip(found.ids, found.offsets, strict=True):
             if finder_id != _NOT_SPECIAL:
                 pieces += [(text[position:start], None), (text[start:end], id_of[finder_id])]

@@ -208,3 +208,13 @@ def test_lstrip_control_tokens_keep_their_one_id(tmp_path: Path) -> None:
     tokenizer.add_tokens([special("<|sep|>", lstrip=True, rstrip=True)])
     vocab = load_folder(tmp_path, tokenizer)
     assert vocab.encode("a  <|sep|>  b") == vocab.encode("a<|sep|>b")
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(tmp_path: Path) -> None:
+    """FAULTS A14: 16 MiB of text took a tokenizer 19 seconds and gigabytes."""
+    vocab = load_folder(tmp_path, byte_level())
+    assert len(vocab.encode("a" * 64, max_tokens=64)) == 64
+    with pytest.raises(ValueError, match="16777216 characters, far more than the 64 tokens"):
+        vocab.encode("a" * (16 << 20), max_tokens=64)
+    words = load_folder(tmp_path / "words", word_level())
+    assert words.encode("w5" + " " * 5000, max_tokens=1) == [5], "spaces between words are no tokens"
