@@ -1,0 +1,79 @@
+"""What the host back end's tests share: a back end around single weights, random weights, comparison by bits."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuda.host.ops import HostOps
+from cuda.ops import BLOCK_SIZE, Batch
+from weights.load import ModelWeights
+from weights.quant import Affine, Dense, Linear, Weight
+from weights.spec import ModelSpec
+
+Floats = NDArray[np.float32]
+
+MAX_POSITION = 512
+GUARD = np.float32(-1234.5)
+
+
+def make_spec(inputs: int = 16, heads: int = 2, kv_heads: int = 1, head_dim: int = 16) -> ModelSpec:
+    """A model without layers: its head is the projection under test."""
+    return ModelSpec("test", hidden_size=inputs, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, ffn_size=16,
+                     vocab_size=64, max_position=MAX_POSITION, norm_eps=1e-6, layers=(), attention_scale=head_dim**-0.5)
+
+
+def prepare(ops: Any, spec: ModelSpec, head: Linear | None = None, embed: Weight | None = None) -> ModelWeights:
+    table = embed or Dense(np.zeros((32, spec.hidden_size), np.float32))
+    norm = np.ones(spec.hidden_size, np.float32)
+    prepared: ModelWeights = ops.prepare(spec, ModelWeights(table, (), norm, head or Linear((table,))), 64, MAX_POSITION)
+    return prepared
+
+
+@contextmanager
+def host_ops(num_threads: int = 2) -> Iterator[HostOps]:
+    ops = HostOps(num_threads)
+    try:
+        yield ops
+    finally:
+        ops.close()
+
+
+def random_floats(seed: int, *shape: int) -> Floats:
+    """Normal, with a few values 30 times as large."""
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal(shape).astype(np.float32)
+    return np.where(rng.random(shape) < 0.02, values * np.float32(30), values)
+
+
+def random_affine(seed: int, outputs: int, inputs: int, bits: int, group: int) -> Affine:
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 256, (outputs, inputs * bits // 8), dtype=np.uint8)
+    scale = rng.standard_normal((outputs, inputs // group)).astype(np.float32) / np.float32(2**bits)
+    offset = rng.standard_normal((outputs, inputs // group)).astype(np.float32)
+    return Affine(codes, scale, offset, bits, group)
+
+
+def random_dense(seed: int, outputs: int, inputs: int, kind: str) -> Dense:
+    values = random_floats(seed, outputs, inputs)
+    if kind == "bf16":
+        return Dense((values.view(np.uint32) >> 16).astype(np.uint16), is_bf16=True)
+    return Dense(values.astype(np.dtype(kind)))
+
+
+def make_batch(pieces: list[tuple[int, int]], tables: NDArray[np.int32]) -> Batch:
+    """pieces: (start, end) of each sequence's tokens in this step; tables [S, M]."""
+    lengths = [end - start for start, end in pieces]
+    positions = np.concatenate([np.arange(start, end) for start, end in pieces]).astype(np.int32)
+    rows = np.repeat(np.arange(len(pieces)), lengths)
+    slots = tables[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    return Batch(np.zeros(len(positions), np.int32), positions, np.cumsum([0, *lengths]).astype(np.int32),
+                 np.array([end for _, end in pieces], np.int32), (tables,), (slots.astype(np.int32),))
+
+
+def assert_same_bits(result: Floats, expected: Floats) -> None:
+    np.testing.assert_array_equal(np.ascontiguousarray(result).view(np.uint32),
+                                  np.ascontiguousarray(expected).view(np.uint32))
