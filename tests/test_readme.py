@@ -30,7 +30,7 @@ def test_the_tree_has_a_line_for_every_module() -> None:
         if not line.startswith(" "):
             folder = name
         elif name.endswith("/"):
-            listed.update(path.relative_to(ROOT).as_posix() for path in (ROOT / folder / name).glob("*.py"))
+            listed.update(path.relative_to(ROOT).as_posix() for path in (ROOT / folder / name).glob("[a-z]*.py"))
         else:
             listed.add(folder + name)
         extra = re.search(r"\(([a-z_, ]+)\)$", text)
