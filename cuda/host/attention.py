@@ -36,6 +36,7 @@ from cuda.ops import BLOCK_SIZE
 
 assert BLOCK_SIZE == LANES, "a block of transposed keys is one vector wide"
 
+NO_WINDOW = 1 << 40                             # wider than any context
 RUN_BYTES = 16                                  # a run in int32: first row, rows, position of the first, sequence
 
 
@@ -60,15 +61,9 @@ def _row_bytes(head_dim: int) -> int:
 
 
 @inner
-def add_values(rows: int, values: int, w_step: int, columns: int, scores: int, score_bytes: int, count: int,
-               sums: int, sum_bytes: int) -> None:
-    """sums [rows, columns] += scores [rows, count] V [count, columns]; `values` at the first key's row."""
-    for column in range(0, columns, 2 * LANES):
-        w = values + 4 * column
-        # The last vector may be single: its partner is computed twice, into the padding of the row.
-        partner = w + VECTOR_BYTES if column + LANES < columns else w
-        y = sums + 4 * column
-        tile(rows, w, partner, w_step, scores, score_bytes, count, y, sum_bytes, y, sum_bytes)
+def block_of(cache: int, table: int, index: int, num_kv_heads: int, kv_head: int, num_bytes: int) -> Any:
+    """Address of a kv head's part of the block that stands at `index` in the table."""
+    return cache + (load_i32(table + 4 * index) * num_kv_heads + kv_head) * num_bytes
 
 
 @inner
@@ -94,6 +89,20 @@ def softmax(scores: int, begin: int, end: int, scale: Any, softcap: Any) -> Any:
     return lane_sum(total)
 
 
+@inner
+def add_values(rows: int, block: int, begin: int, end: int, columns: int, scores: int, score_bytes: int, sums: int,
+               sum_bytes: int) -> None:
+    """sums [rows, columns] += scores[:, begin:end] V[begin:end]: keys of one block, `columns` in whole vectors."""
+    if begin >= end:
+        return
+    for column in range(0, columns, 2 * LANES):
+        w = block + (begin % BLOCK_SIZE * columns + column) * 4
+        # The last vector may be single: its partner is computed twice, into the padding of the row.
+        partner = w + VECTOR_BYTES if column + LANES < columns else w
+        y = sums + 4 * column
+        tile(rows, w, partner, columns * 4, scores + 4 * begin, score_bytes, end - begin, y, sum_bytes, y, sum_bytes)
+
+
 def attend(arguments: int, first: int, last: int, scratch: int) -> None:
     """Item: a run of positions, a kv head, and a part of its query heads where they are more than MAX_ROWS."""
     qkv, qkv_stride, out, out_stride = word(arguments, 0), word(arguments, 1), word(arguments, 2), word(arguments, 3)
@@ -103,8 +112,8 @@ def attend(arguments: int, first: int, last: int, scratch: int) -> None:
     window, score_bytes = word(arguments, 12), word(arguments, 13)
     scale, softcap = real(arguments, 14), real(arguments, 15)
 
-    padded_dim = (head_dim + LANES - 1) // LANES * LANES
-    key_bytes, value_bytes = head_dim * VECTOR_BYTES, padded_dim * VECTOR_BYTES       # a block of one kv head
+    columns = (head_dim + LANES - 1) // LANES * LANES
+    key_bytes, value_bytes = head_dim * VECTOR_BYTES, columns * VECTOR_BYTES        # of a kv head's part of a block
     row_bytes = (head_dim + 31) // 32 * 32 * 4
     zeros, totals = scratch, scratch + 2 * VECTOR_BYTES
     queries = totals + VECTOR_BYTES
@@ -120,62 +129,51 @@ def attend(arguments: int, first: int, last: int, scratch: int) -> None:
         position, table = load_i32(run + 8), block_tables + load_i32(run + 12) * table_bytes
         kv_head, part = item // num_parts % num_kv_heads, item % num_parts
         first_head = kv_head * group_size + group_size * part // num_parts
-        num_heads = kv_head * group_size + group_size * (part + 1) // num_parts - first_head
-        rows = num_positions * num_heads                        # row = position in the run, head
+        heads = kv_head * group_size + group_size * (part + 1) // num_parts - first_head
+        rows = num_positions * heads                            # in the order of positions, then heads
 
         for row in range(rows):
-            source = qkv + (first_row + row // num_heads) * qkv_stride + (first_head + row % num_heads) * head_dim * 4
+            source = qkv + (first_row + row // heads) * qkv_stride + (first_head + row % heads) * head_dim * 4
             for d in range(0, head_dim, LANES):
                 store(queries + row * row_bytes + 4 * d, load_up_to(source + 4 * d, head_dim - d))
                 store(sums + row * row_bytes + 4 * d, splat(np.float32(0.0)))
 
-        # Scores of all keys that any row sees, in whole blocks; key numbers count from `origin`.
-        end = position + num_positions
-        origin = max(0, position + 1 - window) // BLOCK_SIZE * BLOCK_SIZE if window > 0 else 0
-        num_blocks = (end - origin + BLOCK_SIZE - 1) // BLOCK_SIZE
+        # From here on keys are counted from `origin`, the first block that any row sees. Position p of the run sees
+        # keys max(0, seen + p - window) .. seen + p - 1.
+        origin = max(0, position + 1 - window) // BLOCK_SIZE * BLOCK_SIZE
         table += origin // BLOCK_SIZE * 4
+        seen = position + 1 - origin
+        num_blocks = (seen + num_positions - 1 + BLOCK_SIZE - 1) // BLOCK_SIZE
+
         for b in range(0, num_blocks, 2):
-            w = keys + (load_i32(table + 4 * b) * num_kv_heads + kv_head) * key_bytes
-            partner = w
-            if b + 1 < num_blocks:
-                partner = keys + (load_i32(table + 4 * (b + 1)) * num_kv_heads + kv_head) * key_bytes
+            w = block_of(keys, table, b, num_kv_heads, kv_head, key_bytes)
+            partner = block_of(keys, table, min(b + 1, num_blocks - 1), num_kv_heads, kv_head, key_bytes)
             tile(rows, w, partner, VECTOR_BYTES, queries, row_bytes, head_dim, zeros, 0, scores + b * VECTOR_BYTES,
                  score_bytes)
 
         for row in range(rows):
-            row_end = position + row // num_heads + 1 - origin
-            row_begin = max(0, row_end - window) if window > 0 else 0
-            total = softmax(scores + row * score_bytes, row_begin, row_end, scale, softcap)
+            end = seen + row // heads
+            total = softmax(scores + row * score_bytes, max(0, end - window), end, scale, softcap)
             store_f32(totals + 4 * row, total)
 
         # Keys that all rows see go through one tile; before and after them each position has some of its own.
-        all_begin = max(0, end - window - origin) if window > 0 else 0
-        all_end = position + 1 - origin
+        all_begin, all_end = max(0, seen + num_positions - 1 - window), seen
         for b in range(num_blocks):
-            block = values + (load_i32(table + 4 * b) * num_kv_heads + kv_head) * value_bytes
-            block_begin, block_end = b * BLOCK_SIZE, (b + 1) * BLOCK_SIZE
+            block = block_of(values, table, b, num_kv_heads, kv_head, value_bytes)
+            begin, end = b * BLOCK_SIZE, (b + 1) * BLOCK_SIZE
             for p in range(num_positions):
-                row_end = position + p + 1 - origin
-                row_begin = max(0, row_end - window) if window > 0 else 0
-                begin, stop = max(block_begin, row_begin), min(block_end, row_end, all_begin)
-                if begin < stop:
-                    add_values(num_heads, block + (begin - block_begin) * padded_dim * 4, padded_dim * 4, padded_dim,
-                               scores + p * num_heads * score_bytes + 4 * begin, score_bytes, stop - begin,
-                               sums + p * num_heads * row_bytes, row_bytes)
-            begin, stop = max(block_begin, all_begin), min(block_end, all_end)
-            if begin < stop:
-                add_values(rows, block + (begin - block_begin) * padded_dim * 4, padded_dim * 4, padded_dim,
-                           scores + 4 * begin, score_bytes, stop - begin, sums, row_bytes)
+                own, own_end = max(begin, seen + p - window), min(end, seen + p, all_begin)
+                add_values(heads, block, own, own_end, columns, scores + p * heads * score_bytes, score_bytes,
+                           sums + p * heads * row_bytes, row_bytes)
+            add_values(rows, block, max(begin, all_begin), min(end, all_end), columns, scores, score_bytes, sums,
+                       row_bytes)
             for p in range(num_positions):
-                row_end = position + p + 1 - origin
-                begin, stop = max(block_begin, all_begin, all_end), min(block_end, row_end)
-                if begin < stop:
-                    add_values(num_heads, block + (begin - block_begin) * padded_dim * 4, padded_dim * 4, padded_dim,
-                               scores + p * num_heads * score_bytes + 4 * begin, score_bytes, stop - begin,
-                               sums + p * num_heads * row_bytes, row_bytes)
+                own, own_end = max(begin, all_begin, all_end), min(end, seen + p)
+                add_values(heads, block, own, own_end, columns, scores + p * heads * score_bytes, score_bytes,
+                           sums + p * heads * row_bytes, row_bytes)
 
         for row in range(rows):
-            target = out + (first_row + row // num_heads) * out_stride + (first_head + row % num_heads) * head_dim * 4
+            target = out + (first_row + row // heads) * out_stride + (first_head + row % heads) * head_dim * 4
             total = splat(load_f32(totals + 4 * row))
             for d in range(0, head_dim, LANES):
                 store_up_to(target + 4 * d, load(sums + row * row_bytes + 4 * d) / total, head_dim - d)

@@ -13,7 +13,7 @@ def num_physical_cores() -> int:
         return os.cpu_count() or 1
     allowed = os.sched_getaffinity(0)
     siblings = {_siblings(cpu) for cpu in allowed}
-    return max(1, min(len(siblings), _cgroup_cpus(Path("/sys/fs/cgroup/cpu.max"))))
+    return max(1, min(len(siblings), cgroup_cpus(Path("/sys/fs/cgroup/cpu.max"))))
 
 
 def _siblings(cpu: int) -> str:
@@ -24,7 +24,7 @@ def _siblings(cpu: int) -> str:
         return str(cpu)
 
 
-def _cgroup_cpus(path: Path) -> int:
+def cgroup_cpus(path: Path) -> int:
     """Whole processors that a version-2 control group's quota pays for, at least one."""
     try:
         quota, period = path.read_text().split()

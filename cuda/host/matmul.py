@@ -31,6 +31,7 @@ def linear_scratch_bytes(in_features: int) -> int:
     """An unpacked pair of strips."""
     return in_features * PAIR_BYTES
 
+
 @inner
 def unpack_affine4(codes: int, num_groups: int, group: int, w: int) -> None:
     for _ in range(num_groups):

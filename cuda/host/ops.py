@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuda.host import elementwise
-from cuda.host.attention import ATTEND, RUN_BYTES, attention_scratch_bytes, positions_per_run, score_stride
+from cuda.host.attention import ATTEND, NO_WINDOW, RUN_BYTES, attention_scratch_bytes, positions_per_run, score_stride
 from cuda.host.commands import CommandList
 from cuda.host.compilation import Kernel
 from cuda.host.cores import num_physical_cores
@@ -170,7 +170,7 @@ class HostOps:
             return known
         other = self._step_places.get(id(x))
         if other is None:
-            assert (x.dtype.str, x.strides[-1]) == ("<f4", 4), "rows of float32"
+            assert not x.size or (x.dtype.str, x.strides[-1]) == ("<f4", 4), "rows of float32"
             other = self._step_places[id(x)] = x.__array_interface__["data"][0], x.strides[0], x
         return other[0], other[1]
 
@@ -289,8 +289,8 @@ class HostOps:
             self._max_keys = int(batch.positions.max(initial=-1)) + 1
         max_keys = self._max_keys
         assert max_keys <= block_table.shape[1] * BLOCK_SIZE, f"{max_keys} keys in {block_table.shape[1]} blocks"
-        if window is not None:
-            max_keys = min(max_keys, window + positions_per_run(group_size))
+        window = window or NO_WINDOW
+        max_keys = min(max_keys, window + positions_per_run(group_size))
         self._commands.want_scratch(attention_scratch_bytes(spec.head_dim, max_keys))
         tables, table_stride = self._ints(block_table, cache.num_blocks, "block ids")
         address, stride = self._place(qkv)
@@ -298,7 +298,7 @@ class HostOps:
         parts = -(-group_size // MAX_ROWS)
         self._commands.add(ATTEND, self._runs.count * spec.num_kv_heads * parts, 1, address, stride, y_address,
                            y_stride, cache.key_addresses[layer], cache.value_addresses[layer], tables, table_stride,
-                           self._runs.address, spec.num_kv_heads, group_size, spec.head_dim, window or 0,
+                           self._runs.address, spec.num_kv_heads, group_size, spec.head_dim, window,
                            score_stride(max_keys), scale, softcap or 0.0)
         return y
 

@@ -28,8 +28,8 @@ def make_spec(inputs: int = 16, heads: int = 2, kv_heads: int = 1, head_dim: int
 
 def prepare(ops: Any, spec: ModelSpec, head: Linear | None = None, embed: Weight | None = None) -> ModelWeights:
     table = embed or Dense(np.zeros((32, spec.hidden_size), np.float32))
-    norm = np.ones(spec.hidden_size, np.float32)
-    prepared: ModelWeights = ops.prepare(spec, ModelWeights(table, (), norm, head or Linear((table,))), 64, MAX_POSITION)
+    weights = ModelWeights(table, (), np.ones(spec.hidden_size, np.float32), head or Linear((table,)))
+    prepared: ModelWeights = ops.prepare(spec, weights, 64, MAX_POSITION)
     return prepared
 
 
@@ -72,6 +72,12 @@ def make_batch(pieces: list[tuple[int, int]], tables: NDArray[np.int32]) -> Batc
     slots = tables[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
     return Batch(np.zeros(len(positions), np.int32), positions, np.cumsum([0, *lengths]).astype(np.int32),
                  np.array([end for _, end in pieces], np.int32), (tables,), (slots.astype(np.int32),))
+
+
+def memory_of(result: Floats) -> Floats:
+    """All of the memory of an op's result, its rows' surroundings too."""
+    base: Any = result.base
+    return np.frombuffer(base, np.float32)
 
 
 def assert_same_bits(result: Floats, expected: Floats) -> None:

@@ -1,0 +1,214 @@
+"""Paged attention of the host back end: against the reference, and a row's bits against everything around it."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from cuda.host.register_tile import MAX_ROWS
+from cuda.ops import BLOCK_SIZE, KVGroupSpec
+from cuda.reference import ReferenceOps
+from tests.cuda.host_support import Floats, assert_same_bits, host_ops, make_batch, make_spec, prepare, random_floats
+
+NUM_BLOCKS = 40
+LENGTHS = (1, 15, 16, 17, 33, 70)
+Pieces = Sequence[tuple[int, int, int]]         # sequence, start, end
+
+
+def tables(seed: int, num_sequences: int = len(LENGTHS), width: int = 5) -> NDArray[np.int32]:
+    """Blocks strewn over the cache; block 0 belongs to nobody."""
+    order = 1 + np.random.default_rng(seed).permutation(NUM_BLOCKS - 1)
+    return order[:num_sequences * width].reshape(num_sequences, width).astype(np.int32)
+
+
+class Attention:
+    """One layer's attention over sequences whose q, k and v are given."""
+
+    def __init__(self, ops: Any, heads: int, kv_heads: int, head_dim: int, window: int | None = None,
+                 softcap: float | None = None, seed: int = 0) -> None:
+        self.ops = ops
+        self.spec = make_spec(16, heads, kv_heads, head_dim)
+        prepare(ops, self.spec)
+        self.window, self.softcap = window, softcap
+        self.cache = ops.allocate_kv(KVGroupSpec((0, 1), kv_heads, head_dim, head_dim, window), NUM_BLOCKS)
+        width = (heads + 2 * kv_heads) * head_dim
+        self.qkv = [random_floats(seed + i, length, width) for i, length in enumerate(LENGTHS)]
+        self.tables = tables(seed)
+
+    def run(self, pieces: Pieces, tables: NDArray[np.int32] | None = None) -> list[Floats]:
+        table = np.ascontiguousarray((self.tables if tables is None else tables)[[s for s, _, _ in pieces]])
+        batch = make_batch([(start, end) for _, start, end in pieces], table)
+        qkv = np.concatenate([self.qkv[s][start:end] for s, start, end in pieces])
+        self.ops.begin(batch)
+        self.ops.store_kv(qkv, self.cache, 1, batch.slot_mapping[0])
+        out = self.ops.attend(qkv, self.cache, 1, batch.block_tables[0], self.spec.attention_scale, self.window,
+                              self.softcap)
+        self.ops.finish()
+        return np.split(np.array(out), batch.query_start_loc[1:-1])
+
+    def whole(self) -> list[Floats]:
+        return self.run([(s, 0, length) for s, length in enumerate(LENGTHS)])
+
+
+def assert_all_same_bits(results: Sequence[Floats], expected: Sequence[Floats]) -> None:
+    for result, wanted in zip(results, expected, strict=True):
+        assert_same_bits(result, wanted)
+
+
+GEOMETRIES = [(1, 1, 16), (4, 2, 16), (3, 1, 24), (6, 2, 32), (9, 3, 64), (2, 1, 256), (MAX_ROWS + 1, 1, 16),
+              (2 * MAX_ROWS + 4, 2, 8), (5, 1, 40)]
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 12, 16, 17])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), GEOMETRIES)
+def test_against_the_reference(heads: int, kv_heads: int, head_dim: int, window: int | None) -> None:
+    expected = Attention(ReferenceOps(), heads, kv_heads, head_dim, window).whole()
+    with host_ops() as ops:
+        results = Attention(ops, heads, kv_heads, head_dim, window).whole()
+    for result, wanted in zip(results, expected, strict=True):
+        np.testing.assert_allclose(result, wanted, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("softcap", [2.0, 50.0])
+def test_softcap(softcap: float) -> None:
+    expected = Attention(ReferenceOps(), 4, 2, 32, None, softcap).whole()
+    with host_ops() as ops:
+        results = Attention(ops, 4, 2, 32, None, softcap).whole()
+    for result, wanted in zip(results, expected, strict=True):
+        np.testing.assert_allclose(result, wanted, rtol=1e-4, atol=2e-5)
+
+
+def test_scores_so_large_that_one_key_wins() -> None:
+    """Scores of several thousand: the largest is subtracted before the exponential."""
+    results = []
+    with host_ops() as ops:
+        for back_end in (ReferenceOps(), ops):
+            attention = Attention(back_end, 2, 1, 16)
+            attention.qkv = [qkv * np.float32(100) for qkv in attention.qkv]
+            results.append(attention.whole())
+    for result, wanted in zip(results[1], results[0], strict=True):
+        assert np.isfinite(result).all()
+        np.testing.assert_allclose(result, wanted, rtol=1e-2, atol=1e-2)
+
+
+BIT_CASES = [(9, 3, 64, None, None), (4, 2, 16, 12, None), (3, 1, 24, 1, None), (1, 1, 32, 16, 5.0),
+             (MAX_ROWS + 2, 1, 16, 17, None)]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "window", "softcap"), BIT_CASES)
+def test_bits_for_any_chunks_company_and_blocks(heads: int, kv_heads: int, head_dim: int, window: int | None,
+                                                softcap: float | None) -> None:
+    with host_ops() as ops:
+        expected = Attention(ops, heads, kv_heads, head_dim, window, softcap).whole()
+
+        for step in (1, 2, 5, 16):              # each sequence alone, in chunks
+            attention = Attention(ops, heads, kv_heads, head_dim, window, softcap)
+            alone = []
+            for s, length in enumerate(LENGTHS):
+                chunks = [attention.run([(s, start, min(length, start + step))])[0]
+                          for start in range(0, length, step)]
+                alone.append(np.concatenate(chunks))
+            assert_all_same_bits(alone, expected)
+
+        attention = Attention(ops, heads, kv_heads, head_dim, window, softcap)      # mixed, in other blocks
+        elsewhere = tables(99)
+        done = [0] * len(LENGTHS)
+        parts: list[list[Floats]] = [[] for _ in LENGTHS]
+        rng = np.random.default_rng(0)
+        while any(count < length for count, length in zip(done, LENGTHS, strict=True)):
+            running = [int(s) for s in rng.permutation(len(LENGTHS)) if done[s] < LENGTHS[s]]
+            pieces = [(s, done[s], min(LENGTHS[s], done[s] + int(rng.integers(1, 20)))) for s in running]
+            for (s, _, end), part in zip(pieces, attention.run(pieces, elsewhere), strict=True):
+                done[s] = end
+                parts[s].append(part)
+        assert_all_same_bits([np.concatenate(part) for part in parts], expected)
+
+
+def test_bits_for_any_number_of_threads() -> None:
+    results = []
+    for num_threads in (1, 2, 3):
+        with host_ops(num_threads) as ops:
+            results.append(Attention(ops, 9, 3, 64).whole())
+    assert_all_same_bits(results[1], results[0])
+    assert_all_same_bits(results[2], results[0])
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.parametrize("window", [None, 5])
+def test_slots_that_a_row_does_not_see_cannot_reach_it(window: int | None, poison: float) -> None:
+    """Unwritten slots, blocks of others and, for earlier rows of the same chunk, later keys."""
+    with host_ops() as ops:
+        expected = Attention(ops, 4, 2, 16, window).whole()
+        attention = Attention(ops, 4, 2, 16, window)
+        attention.cache.keys[:] = attention.cache.values[:] = poison
+        assert_all_same_bits(attention.whole(), expected)
+
+        attention = Attention(ops, 4, 2, 16, window)
+        attention.qkv[5] = attention.qkv[5].copy()
+        attention.qkv[5][40, 64:] = poison                      # k and v of position 40
+        results = attention.whole()
+        assert_all_same_bits(results[:5], expected[:5])
+        assert_same_bits(results[5][:40], expected[5][:40])
+        assert not np.isfinite(results[5][40:45]).all(axis=1).any()
+        if window is not None:                                  # and out of the window again
+            assert_same_bits(results[5][45:], expected[5][45:])
+
+
+def test_blocks_that_left_the_window_are_not_read() -> None:
+    """Their table entries may name any block by then."""
+    with host_ops() as ops:
+        expected = Attention(ops, 4, 2, 16, 12).whole()[5]
+        attention = Attention(ops, 4, 2, 16, 12)
+        attention.cache.keys[:, 0] = attention.cache.values[:, 0] = np.nan
+        rows = []
+        for position in range(LENGTHS[5]):
+            table = attention.tables.copy()
+            table[5, :max(0, position - 11) // BLOCK_SIZE] = 0
+            rows.append(attention.run([(5, position, position + 1)], table)[0])
+        assert_same_bits(np.concatenate(rows), expected)
+
+
+def test_layers_do_not_mix() -> None:
+    with host_ops() as ops:
+        attention = Attention(ops, 4, 2, 16)
+        attention.cache.keys[0] = attention.cache.values[0] = np.nan
+        assert all(np.isfinite(result).all() for result in attention.whole())
+
+
+def test_numbers_are_checked_before_native_code_sees_them() -> None:
+    with host_ops() as ops:
+        attention = Attention(ops, 4, 2, 16)
+        outside = attention.tables.copy()
+        outside[5, 4] = NUM_BLOCKS
+        batch = make_batch([(0, 70)], attention.tables[5:6])
+        ops.begin(batch)
+        qkv = attention.qkv[5]
+        with pytest.raises(AssertionError, match="block ids outside"):
+            ops.attend(qkv, attention.cache, 0, outside[5:6], 1.0, None, None)
+        with pytest.raises(AssertionError, match="70 keys in 4 blocks"):
+            ops.attend(qkv, attention.cache, 0, np.ascontiguousarray(outside[5:6, :4]), 1.0, None, None)
+
+
+def test_inputs_are_left_alone() -> None:
+    with host_ops() as ops:
+        attention = Attention(ops, 9, 3, 64)
+        before = [qkv.copy() for qkv in attention.qkv]
+        attention.whole()
+        keys, values = attention.cache.keys.copy(), attention.cache.values.copy()
+        qkv = np.concatenate(attention.qkv)
+        batch = make_batch([(0, length) for length in LENGTHS], attention.tables)
+        ops.begin(batch)
+        ops.attend(qkv, attention.cache, 1, batch.block_tables[0], 1.0, None, None)
+        ops.finish()
+        assert_same_bits(attention.cache.keys, keys)
+        assert_same_bits(attention.cache.values, values)
+        assert_same_bits(qkv, np.concatenate(before))
+
+
+def test_many_threads_on_few_items() -> None:
+    with host_ops(1) as one, host_ops(6) as many:
+        for piece in ((0, 0, 1), (3, 0, 17)):
+            assert_all_same_bits(Attention(many, 1, 1, 16).run([piece]), Attention(one, 1, 1, 16).run([piece]))
