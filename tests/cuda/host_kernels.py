@@ -1,7 +1,7 @@
 """Kernels for the tests of the command list.
 
-NOTE: in a module of their own, because kept machine code names its module, and pytest imports test files by another name
-than everybody else.
+NOTE: in a module of their own, because kept machine code names its module, and pytest imports test files by another
+name than everybody else.
 """
 from __future__ import annotations
 
