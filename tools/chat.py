@@ -338,7 +338,7 @@ def _parser() -> argparse.ArgumentParser:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("question", nargs="?", help="answered once; without it a conversation begins")
     parser.add_argument("--system", default="", metavar="TEXT", help="the system prompt")
-    parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: the model's own, or 0.2)")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: the model's own, or 0)")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="of each answer (default: what the context holds)")
     parser.add_argument("--raw", action="store_true",
                         help="show text as it comes, without Markdown; a model without a chat template, which is "
