@@ -11,6 +11,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 from actors.mailbox import Mailbox
 from actors.messages import StartedSequence, StepPlan, StepResult
@@ -34,6 +36,7 @@ class Executor:
         self.results = results
         self.stall_timeout_s = stall_timeout_s
         self.step_started_s: float | None = None    # while a step runs
+        self._broken: dict[int, str] = {}           # slots whose sequence could not enter, until it ends: why
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._runner: Runner | None = None
 
@@ -55,20 +58,24 @@ class Executor:
             try:
                 self._runner = make_runner()
             except BaseException as error:
-                loop.call_soon_threadsafe(loaded.set_exception, error)
+                _settle(loop, loaded, error)
                 return
-            loop.call_soon_threadsafe(loaded.set_result, self._runner)
+            _settle(loop, loaded, self._runner)
             try:
                 self._run_plans(self._runner)
             except BaseException as error:
-                loop.call_soon_threadsafe(self._ended.set_exception, error)
+                _settle(loop, self._ended, error)
 
         self._thread = threading.Thread(target=device_thread, name="troupe-device", daemon=True)
         self._thread.start()
         return await loaded
 
+    def close(self) -> None:
+        """The device thread ends after the plans that it has."""
+        self._plans.put(None)
+
     def join(self, timeout_s: float = 10.0) -> None:
-        """After `run` was cancelled: waits for the step that is still running."""
+        """After `close`: waits for the step that is still running."""
         self._thread.join(timeout_s)
 
     async def run(self) -> None:
@@ -85,7 +92,7 @@ class Executor:
                 if started_s is not None and time.monotonic() - started_s > self.stall_timeout_s:
                     raise DeviceStuck(f"a step has been running for over {self.stall_timeout_s:.0f} s")
         finally:
-            self._plans.put(None)
+            self.close()
 
     def _run_plans(self, runner: Runner) -> None:
         while True:
@@ -100,25 +107,49 @@ class Executor:
 
     def _step(self, runner: Runner, plan: StepPlan) -> StepResult:
         begin_s = time.perf_counter()
+        self._apply(runner, plan)
+        chunks = [chunk for chunk in plan.chunks if chunk[0] not in self._broken]
         try:
-            self._apply(runner, plan)
-            output = runner.step(plan.chunks, plan.resting)
+            runner.copy_blocks(plan.copies)
+            output = runner.step(chunks, plan.resting, None if self._broken else plan.num_tokens)
         except Exception as error:  # NOTE: MemoryError too: this step's requests fail, the engine goes on
             log.exception("step %d failed", plan.step_id)
             return StepResult(plan.step_id, error=f"{type(error).__name__} in step {plan.step_id}",
                               elapsed_s=time.perf_counter() - begin_s)
-        return _result(plan.step_id, output, time.perf_counter() - begin_s)
+        failed = tuple((slot, self._broken[slot]) for slot, _, _ in plan.chunks if slot in self._broken)
+        return _result(plan.step_id, output, failed, time.perf_counter() - begin_s)
 
     def _apply(self, runner: Runner, plan: StepPlan) -> None:
+        """NOTE: must not stop half-way: what it leaves out no later plan says again."""
         for slot in plan.ended:
             runner.end(slot)
+            self._broken.pop(slot, None)
         for started in plan.started:
-            runner.start(started.slot, started.token_ids, started.num_prompt_tokens, _slot_sampling(started),
-                         started.block_ids, wants_token=started.sampling.max_tokens != 0,
-                         prompt_logprobs=started.sampling.prompt_logprobs)
+            try:
+                runner.start(started.slot, started.token_ids, started.num_prompt_tokens, _slot_sampling(started),
+                             started.block_ids, wants_token=started.sampling.max_tokens != 0,
+                             prompt_logprobs=started.sampling.prompt_logprobs)
+            except Exception as error:
+                log.exception("request %s could not enter slot %d", started.request_id, started.slot)
+                runner.end(started.slot)
+                self._broken[started.slot] = f"{type(error).__name__} at its start"
         for slot, group, block_ids in plan.new_blocks:
-            runner.append_blocks(slot, group, block_ids)
-        runner.copy_blocks(plan.copies)
+            if slot not in self._broken:
+                runner.append_blocks(slot, group, block_ids)
+
+
+def _settle(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], outcome: object) -> None:
+    """From another thread, where `future` may be cancelled or `loop` closed: then nobody wants to know any more."""
+    def settle() -> None:
+        if future.done():
+            return
+        if isinstance(outcome, BaseException):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(settle)
 
 
 def _slot_sampling(started: StartedSequence) -> SlotSampling:
@@ -131,7 +162,7 @@ def _slot_sampling(started: StartedSequence) -> SlotSampling:
         logprobs=sampling.logprobs)
 
 
-def _result(step_id: int, output: StepOutput, elapsed_s: float) -> StepResult:
+def _result(step_id: int, output: StepOutput, failed: tuple[tuple[int, str], ...], elapsed_s: float) -> StepResult:
     sampled = output.sampled
     slots = output.slots.tolist()
     return StepResult(
@@ -140,4 +171,4 @@ def _result(step_id: int, output: StepOutput, elapsed_s: float) -> StepResult:
         top_logprobs=sampled.top_logprobs,
         prompt_slots=tuple(output.prompt_slots.tolist()), prompt_positions=tuple(output.prompt_positions.tolist()),
         prompt_logprobs=tuple(output.prompt_logprobs.tolist()), prompt_top_logprobs=output.prompt_top_logprobs,
-        failed=tuple((slots[row], reason) for row, reason in sampled.failed), elapsed_s=elapsed_s)
+        failed=failed + tuple((slots[row], reason) for row, reason in sampled.failed), elapsed_s=elapsed_s)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 MAX_STOP_STRINGS = 64
@@ -21,6 +22,8 @@ class ParameterError(ValueError):
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Everything that decides the tokens of one completion, and what is reported about them.
+
+    As in vLLM, `stop` may be one string, `logit_bias` a dictionary, and lists do for tuples; None stands for nothing.
 
     Raises: ParameterError, naming the field.
     """
@@ -43,6 +46,15 @@ class SamplingParams:
     skip_special_tokens: bool = True        # leave control tokens out of the text
 
     def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        biases = tuple(self.logit_bias.items()) if isinstance(self.logit_bias, Mapping) else self.logit_bias
+        for name, value in (("stop", stop), ("stop_token_ids", self.stop_token_ids), ("logit_bias", biases)):
+            if not isinstance(value, (tuple, list, type(None))):
+                raise ParameterError(name, f"must be a list, got {value!r}")
+            object.__setattr__(self, name, tuple(value or ()))
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ParameterError(name, f"must be true or false, got {getattr(self, name)!r}")
         _int("max_tokens", self.max_tokens, 0, 2**31 - 1, optional=True)
         if self.max_tokens == 0 and self.prompt_logprobs is None:
             raise ParameterError("max_tokens", "must be at least 1 (0 only with echo or prompt_logprobs)")
@@ -72,7 +84,10 @@ class SamplingParams:
             raise ParameterError("repetition_penalty", "must be greater than 0")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise ParameterError("logit_bias", f"at most {MAX_LOGIT_BIAS} entries, got {len(self.logit_bias)}")
-        for token_id, bias in self.logit_bias:
+        for entry in self.logit_bias:
+            if not isinstance(entry, (tuple, list)) or len(entry) != 2:
+                raise ParameterError("logit_bias", f"must be pairs of token id and bias, got {entry!r}")
+            token_id, bias = entry
             _int("logit_bias", token_id, 0, 2**31 - 1)
             _float(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
         _int("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)

@@ -3,9 +3,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,9 +22,9 @@ from actors.policy.scheduler import SchedulerConfig, SchedulerMessage, Scheduler
 from actors.sampling_params import ParameterError, SamplingParams
 from actors.scheduler import Scheduler
 from actors.tokenizer import Tokenizer
-from cuda.kv_cache import block_bytes, blocks_for, kv_groups, size_kv_cache
+from cuda.kv_cache import block_bytes, kv_groups, size_kv_cache
 from cuda.memory import available_host_bytes
-from cuda.ops import BLOCK_SIZE, Ops
+from cuda.ops import BLOCK_SIZE, KVGroupSpec, Ops
 from cuda.runner import Runner
 from weights.hub import resolve
 from weights.load import ModelFile, open_model
@@ -77,10 +78,7 @@ class Sizes:
     max_model_len: int
     num_blocks: tuple[int, ...]             # a KV group
     kv_bytes: int
-
-    @property
-    def kv_capacity_tokens(self) -> int:
-        return self.num_blocks[0] * BLOCK_SIZE
+    kv_capacity_tokens: int                 # in sequences of full length
 
 
 @dataclass(slots=True)
@@ -143,7 +141,12 @@ class System:
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        await self._load()
+        try:
+            await self._load()
+        except BaseException:
+            if hasattr(self, "executor"):   # its thread may hold the model
+                self.executor.close()
+            raise
         self.ready.set_result(None)
         async with asyncio.TaskGroup() as group:
             actors = [group.create_task(actor.run(), name=type(actor).__name__)
@@ -165,16 +168,16 @@ class System:
 
         # The tokenizer is built beside the weights: both are mostly outside of Python.
         self.groups = kv_groups(model.spec)
-        self.sizes = choose_sizes(config, model.spec, model.stored_bytes)
+        available = available_host_bytes()
         scheduler_inbox: Mailbox[SchedulerMessage] = Mailbox()
         self.executor = Executor(scheduler_inbox)
-        self.runner, self.vocab = await asyncio.gather(self.executor.load(lambda: self._make_runner(model)),
+        self.runner, self.vocab = await asyncio.gather(self.executor.load(lambda: self._make_runner(model, available)),
                                                        asyncio.to_thread(self._timed_vocab, model))
-        pool_groups = tuple(Group(n, group.window) for n, group in zip(self.sizes.num_blocks, self.groups, strict=True))
+        pool_groups = _policy_groups(self.groups, self.sizes.num_blocks)
         self.sampling_defaults = self._sampling_defaults()
         self.pool = KVPool(BlockPool(pool_groups), check=config.check_integrity)
-        self.tokenizer = Tokenizer(self.vocab, self.sizes.max_model_len, scheduler_inbox, self.output.deliver,
-                                   config.seed)
+        self.tokenizer = Tokenizer(self.vocab, model.spec.vocab_size, self.sizes.max_model_len, scheduler_inbox,
+                                   self.output.deliver, config.seed)
         policy = SchedulerPolicy(SchedulerConfig(
             max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.sizes.max_model_len, groups=pool_groups, overlap=config.overlap))
@@ -197,10 +200,12 @@ class System:
         self.start_up.stage("tokenizer", begin_s)
         return vocab
 
-    def _make_runner(self, model: ModelFile) -> Runner:
+    def _make_runner(self, model: ModelFile, available: int) -> Runner:
         """On the device thread."""
         begin_s = time.perf_counter()
         weights = model.weights()
+        self.file_bytes, self.weight_bytes = model.stored_bytes, weights.nbytes
+        self.sizes = choose_sizes(self.config, model.spec, weights.nbytes, available)
         self.start_up.stage("weights", begin_s)
         begin_s = time.perf_counter()
         runner = Runner(model.spec, weights, make_ops(self.device, self.config), self.sizes.num_blocks,
@@ -231,38 +236,65 @@ def make_ops(device: str, config: EngineConfig) -> Ops:
     return HostOps(config.threads)
 
 
-def choose_sizes(config: EngineConfig, spec: ModelSpec, stored_bytes: int) -> Sizes:
-    """Context length and KV blocks. Raises: ValueError with the arithmetic where it cannot fit."""
-    groups = kv_groups(spec)
-    available = available_host_bytes()
+def choose_sizes(config: EngineConfig, spec: ModelSpec, weight_bytes: int, available: int) -> Sizes:
+    """Context length and KV blocks, where `available` bytes of memory hold the weights too.
+
+    Raises: ValueError with the arithmetic where something asked for does not fit.
+    """
+    max_model_len = config.max_model_len or spec.max_position
+    if max_model_len > spec.max_position:
+        raise ValueError(f"max_model_len {max_model_len} is more than the {spec.max_position} positions that the model "
+                         f"was trained for")
+    source = "a quarter of the free memory"
+    kv_bytes = int((available - weight_bytes) * DEFAULT_KV_SHARE)
     if config.kv_cache_memory is not None:
         kv_bytes, source = config.kv_cache_memory, "kv_cache_memory"
-        if kv_bytes + stored_bytes > available:
-            raise ValueError(f"kv_cache_memory {_gib(kv_bytes)} and weights of {_gib(stored_bytes)} are more than the "
-                             f"{_gib(available)} of memory that are free")
+        if kv_bytes + weight_bytes > available:
+            raise ValueError(f"kv_cache_memory {_size(kv_bytes)} and weights of {_size(weight_bytes)} are more than "
+                             f"the {_size(available)} of memory that are free")
     elif config.gpu_memory_utilization is not None:
         share = config.gpu_memory_utilization
-        kv_bytes, source = int(available * share) - stored_bytes, "gpu_memory_utilization"
+        kv_bytes, source = int(available * share) - weight_bytes, "gpu_memory_utilization"
         if kv_bytes <= 0:
-            raise ValueError(f"gpu_memory_utilization {share:g} of {_gib(available)} free memory does not hold the "
-                             f"weights of {_gib(stored_bytes)}")
-    else:
-        kv_bytes, source = int((available - stored_bytes) * DEFAULT_KV_SHARE), "free memory"
-    asked_len = config.max_model_len or spec.max_position
-    num_blocks = size_kv_cache(groups, kv_bytes, config.max_num_seqs, asked_len, config.max_num_batched_tokens)
-    capacity = num_blocks[0] * BLOCK_SIZE
-    if config.max_model_len is not None and capacity < asked_len or capacity == 0:
-        per_block = sum(block_bytes(group) for group in groups)
-        raise ValueError(
-            f"max_model_len {asked_len} needs {blocks_for(asked_len)} KV blocks of {BLOCK_SIZE} tokens, "
-            f"{per_block} bytes each = {_gib(blocks_for(asked_len) * per_block)}; {source} gives {_gib(kv_bytes)}, "
-            f"that is {capacity} tokens: lower max_model_len or raise kv_cache_memory")
+            raise ValueError(f"gpu_memory_utilization {share:g} of {_size(available)} free memory does not hold the "
+                             f"weights of {_size(weight_bytes)}")
+    groups = kv_groups(spec)
+    num_blocks = size_kv_cache(groups, kv_bytes, config.max_num_seqs, max_model_len, config.max_num_batched_tokens)
+    fits = longest_sequence(groups, num_blocks)
+    if fits < max_model_len:
+        # What nobody asked for may be cut, and is said at the start; what was asked for is refused.
+        is_asked = config.max_model_len or config.kv_cache_memory or config.gpu_memory_utilization
+        if is_asked or not fits:
+            need = [block_bytes(group) * n for group, n in zip(groups, blocks_of(groups, max_model_len), strict=True)]
+            raise ValueError(
+                f"a sequence of max_model_len {max_model_len} tokens needs {_size(sum(need))} of KV cache, {source} "
+                f"gives {_size(kv_bytes)}, which holds {fits} tokens: lower max_model_len or raise kv_cache_memory")
+        max_model_len = fits
     used = sum(n * block_bytes(group) for n, group in zip(num_blocks, groups, strict=True))
-    return Sizes(min(asked_len, capacity), num_blocks, used)
+    whole = min(n // need for n, need in zip(num_blocks, blocks_of(groups, max_model_len), strict=True))
+    return Sizes(max_model_len, num_blocks, used, whole * max_model_len)
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"
+def _policy_groups(groups: Sequence[KVGroupSpec], num_blocks: Sequence[int]) -> tuple[Group, ...]:
+    return tuple(Group(n, group.window) for n, group in zip(num_blocks, groups, strict=True))
+
+
+def blocks_of(groups: Sequence[KVGroupSpec], num_tokens: int) -> tuple[int, ...]:
+    """Blocks of each group that a sequence of `num_tokens` tokens holds at most."""
+    return tuple(Group(1, group.window).num_blocks_for(num_tokens) for group in groups)
+
+
+def longest_sequence(groups: Sequence[KVGroupSpec], num_blocks: Sequence[int]) -> int:
+    """Tokens of the longest sequence that the blocks hold when it runs alone."""
+    longest = sys.maxsize
+    for group, n in zip(groups, num_blocks, strict=True):
+        if n < Group(1, group.window).num_blocks_for(sys.maxsize):
+            longest = min(longest, n * BLOCK_SIZE)
+    return longest
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.2f} MiB"
 
 
 def _first_cause(error: BaseException) -> BaseException:

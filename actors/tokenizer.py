@@ -48,10 +48,11 @@ class _Text:
 class Tokenizer:
     """Runs on the engine's loop. `deliver` takes a step's deltas to the callers."""
 
-    def __init__(self, vocab: Vocab, max_model_len: int, scheduler: Mailbox[SchedulerMessage],
+    def __init__(self, vocab: Vocab, vocab_size: int, max_model_len: int, scheduler: Mailbox[SchedulerMessage],
                  deliver: Callable[[Sequence[TextDelta]], None], seed: int | None = None) -> None:
         """seed: where the seeds of requests without one come from; None: the system's randomness."""
         self.vocab = vocab
+        self.vocab_size = vocab_size        # of the model: a tokenizer may have more ids than the embedding has rows
         self.max_model_len = max_model_len
         self.scheduler = scheduler
         self.deliver = deliver
@@ -101,7 +102,7 @@ class Tokenizer:
     def _encode(self, generate: Generate) -> _Text:
         """In a worker thread. Raises: ValueError."""
         sampling, vocab = generate.sampling, self.vocab
-        sampling.check_vocab(vocab.size)
+        sampling.check_vocab(self.vocab_size)
         ids = self._prompt_ids(generate)
         room = self.max_model_len - len(ids)
         if room < (0 if sampling.max_tokens == 0 else 1):
@@ -127,9 +128,10 @@ class Tokenizer:
             ids = vocab.encode(prompt, max_tokens=self.max_model_len)
         else:
             ids = list(prompt)
-            for token_id in ids:
-                if not 0 <= token_id < vocab.size:
-                    raise ParameterError("prompt", f"token id {token_id} is not in the vocabulary of {vocab.size}")
+        for token_id in ids:
+            if not 0 <= token_id < self.vocab_size:
+                raise ParameterError(_prompt_field(generate), f"token id {token_id} is not in the model's vocabulary "
+                                     f"of {self.vocab_size}")
         if not ids and vocab.bos_id is not None:
             ids = [vocab.bos_id]
         if not ids:

@@ -45,6 +45,8 @@ class EngineInfo:
     max_model_len: int                      # tokens a request may have, prompt and output together
     kv_capacity_tokens: int
     kv_bytes: int
+    file_bytes: int                         # of the weights in their file
+    weight_bytes: int                       # and in memory
     max_num_seqs: int
     device: str                             # "cpu" or "cuda:0 NVIDIA …"
     device_reason: str
@@ -192,6 +194,8 @@ def _prompt(prompt: PromptInput, add_generation_prompt: bool) -> Prompt:
     """Raises: ParameterError."""
     if isinstance(prompt, str):
         return prompt
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise ParameterError("prompt", f"must be text, token ids, or chat messages, got {type(prompt).__name__}")
     items = list(prompt)
     if items and all(isinstance(item, dict) for item in items):
         try:
@@ -214,8 +218,10 @@ def _info(system: System) -> EngineInfo:
     return EngineInfo(
         model=(config.served_model_name or (system.model_name,))[0],
         model_names=config.served_model_name or (system.model_name,), model_path=str(system.model_path),
-        architecture=system.spec.architecture, vocab_size=vocab.size, max_model_len=system.sizes.max_model_len,
+        architecture=system.spec.architecture, vocab_size=system.spec.vocab_size,
+        max_model_len=system.sizes.max_model_len,
         kv_capacity_tokens=system.sizes.kv_capacity_tokens, kv_bytes=system.sizes.kv_bytes,
+        file_bytes=system.file_bytes, weight_bytes=system.weight_bytes,
         max_num_seqs=config.max_num_seqs, device=system.device, device_reason=system.device_reason,
         stop_token_ids=stop_ids, stop_tokens=tuple(vocab.token_text(i) for i in stop_ids),
         has_chat_template=vocab.has_chat_template,

@@ -96,8 +96,12 @@ class Runner:
             if pairs:
                 self.ops.copy_blocks(self.caches[group], np.array(pairs, np.int32))
 
-    def step(self, chunks: Sequence[tuple[int, int, int]], resting: Sequence[int]) -> StepOutput:
-        """Runs `chunks` (slot, from, to) and one row of every decoding slot that is not `resting`."""
+    def step(self, chunks: Sequence[tuple[int, int, int]], resting: Sequence[int],
+             num_tokens: int | None = None) -> StepOutput:
+        """Runs `chunks` (slot, from, to) and one row of every decoding slot that is not `resting`.
+
+        num_tokens: the rows that the planner counts on; None where it cannot know.
+        """
         runs = self.decoding.copy()
         runs[list(resting)] = False
         decode_slots = np.flatnonzero(runs).astype(np.int32)
@@ -105,7 +109,12 @@ class Runner:
         slots = np.concatenate([np.array([c[0] for c in chunks], np.int32), decode_slots])      # [S]
         starts = np.concatenate([np.array([c[1] for c in chunks], np.int32), ends - 1])
         ends = np.concatenate([np.array([c[2] for c in chunks], np.int32), ends])
+        if not len(slots):
+            nothing = np.zeros(0, np.int32)
+            return StepOutput(nothing, nothing, Sampled(nothing, np.zeros(0, np.float32), (), ()), nothing, nothing,
+                              np.zeros(0, np.float32), ())
         batch = self._batch(slots, starts, ends)
+        assert num_tokens in (None, batch.num_tokens), f"{batch.num_tokens} rows, the plan has {num_tokens}"
 
         last_rows = batch.query_start_loc[1:] - 1                                               # [S]
         samples = (ends == self.num_known[slots]) & self.wants_token[slots]

@@ -79,8 +79,7 @@ class Sampler:
         self._slots[slot] = _Slot(sampling, token_ids, num_prompt_tokens, self.vocab_size)
 
     def end(self, slot: int) -> None:
-        """The sequence is over or preempted: the slot is free."""
-        assert self._slots[slot] is not None, f"slot {slot} is not in use"
+        """The sequence is over or preempted, or could not enter: the slot is free."""
         self._slots[slot] = None
 
     def sample(self, logits: Floats32, slots: Ints, positions: Ints) -> Sampled:

@@ -27,7 +27,7 @@ class ChatTemplate:
         """`origin` names where the template came from. Raises: ValueError for a syntax error."""
         try:
             self._template = _environment().from_string(source)
-        except TemplateError as error:
+        except (TemplateError, SyntaxError, RecursionError) as error:   # the last two from the code that Jinja makes
             raise ValueError(f"{origin}: the chat template does not compile: {error}") from None
         self._variables = dict(variables)
 

@@ -45,6 +45,13 @@ class ModelWeights:
     norm: Vector                            # [C]
     head: Linear                            # [V, C]; a tied head holds the very object `embed`
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of all projections; a tied head counts once. (Norms and biases are a few kilobytes.)"""
+        linears = [linear for layer in self.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        parts = [self.embed, *(part for linear in (*linears, self.head) for part in linear.parts)]
+        return sum(part.nbytes for part in {id(part): part for part in parts}.values())
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelFile:

@@ -22,6 +22,7 @@ EOS, SPECIAL = 256, 257
 MAX_MODEL_LEN = 4096
 
 INFO = EngineInfo(
+    file_bytes=1 << 20, weight_bytes=2 << 20,
     model="fake", model_names=("fake", "fake-alias"), model_path="/models/fake.gguf", architecture="fake",
     vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, kv_capacity_tokens=8192, kv_bytes=1 << 20, max_num_seqs=4,
     device="cpu", device_reason="asked", stop_token_ids=(EOS,), stop_tokens=("<eos>",), has_chat_template=True,

@@ -3,6 +3,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
+import shutil
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -344,6 +347,105 @@ def test_a_fault_in_one_step_fails_its_requests_and_the_engine_goes_on(device: s
     run(main)
 
 
+@devices
+def test_a_fault_at_a_sequence_s_start_is_its_own(device: str) -> None:
+    """FAULTS O09: what a plan says is not said again, so a fault half-way through it must not lose the rest."""
+    async def main() -> None:
+        async with tiny(device) as engine:
+            expected = [facts(await engine.complete(prompt, GREEDY)) for prompt in prompts(3)]
+            sampler = engine._system.runner.sampler
+            start, calls = sampler.start, 0
+
+            def fail_once(*args: Any) -> None:
+                nonlocal calls
+                calls += 1
+                if calls == 2:
+                    raise MemoryError("no memory")
+                start(*args)
+
+            sampler.start = fail_once  # type: ignore[method-assign]
+            results = await asyncio.gather(*(engine.complete(p, GREEDY) for p in prompts(3)), return_exceptions=True)
+            failed = [i for i, result in enumerate(results) if isinstance(result, RequestFailed)]
+            assert len(failed) == 1
+            assert [facts(r) for r in results if isinstance(r, Completion)] == \
+                [facts_of for i, facts_of in enumerate(expected) if i not in failed]
+            assert [facts(await engine.complete(prompt, GREEDY)) for prompt in prompts(3)] == expected
+
+    run(main)
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_has_rows(tmp_path: Path) -> None:
+    """Checkpoints have such ids, for images. They are refused, in a prompt's text too, and hurt nobody else."""
+    model = tmp_path / "model"
+    shutil.copytree(MODELS / "llama", model)
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 320, "content": "<image>"})
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+    async def main() -> None:
+        async with Engine.start(str(model), device="reference", kv_cache_memory=1 << 22) as engine:
+            assert engine.info.vocab_size == 320
+            for prompt, sampling, field in (([5, 320], GREEDY, "prompt"), ("w5 <image> w6", GREEDY, "prompt"),
+                                            ([5], SamplingParams(logit_bias=((320, 1.0),)), "logit_bias")):
+                with pytest.raises(ParameterError, match="320") as refusal:
+                    await engine.complete(prompt, sampling)
+                assert refusal.value.field == field
+            assert (await engine.complete([5], GREEDY)).finish == "length"
+
+    run(main)
+
+
+def test_a_model_whose_layers_all_have_a_window_needs_blocks_for_the_window_alone() -> None:
+    async def main() -> None:
+        async with tiny("reference", "mistral-window", max_num_seqs=1, max_num_batched_tokens=32,
+                        kv_cache_memory=1 << 22) as engine:
+            assert engine.info.max_model_len == 256
+            assert engine.info.kv_capacity_tokens >= 256
+            assert engine._system.sizes.num_blocks[0] < 16
+            completion = await engine.complete([5] * 100, SamplingParams(temperature=0, ignore_eos=True))
+            assert len(completion.token_ids) == 156
+
+    run(main)
+
+
+def test_a_start_that_fails_leaves_no_thread_behind(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(MODELS / "llama", model)
+    (model / "tokenizer_config.json").write_text("[]")
+    before = set(threading.enumerate())
+
+    async def main() -> None:
+        with pytest.raises(ValueError, match="tokenizer_config"):
+            async with Engine.start(str(model), device="cpu"):
+                pass
+
+    run(main)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
+    assert not {thread.name for thread in set(threading.enumerate()) - before}
+
+
+def test_sampling_parameters_take_vllms_forms_and_name_what_is_wrong() -> None:
+    same = SamplingParams(stop="wonder", logit_bias={5: 1.0}, stop_token_ids=[7])  # type: ignore[arg-type]
+    assert same == SamplingParams(stop=("wonder",), logit_bias=((5, 1.0),), stop_token_ids=(7,))
+    assert SamplingParams(stop=None) == SamplingParams()  # type: ignore[arg-type]
+    for name, value in (("stop", 5), ("stop_token_ids", 5), ("logit_bias", 5), ("logit_bias", (5,)),
+                        ("ignore_eos", "no"), ("skip_special_tokens", 1), ("stop", [""]), ("stop", [5])):
+        with pytest.raises(ParameterError) as refusal:
+            SamplingParams(**{name: value})
+        assert refusal.value.field == name
+
+
+@pytest.mark.parametrize("prompt", [None, b"abc", 5, {"role": "user"}])
+def test_prompts_of_another_kind(prompt: Any) -> None:
+    async def main() -> None:
+        async with tiny("reference") as engine:
+            with pytest.raises(ParameterError, match="prompt"):
+                await engine.complete(prompt, GREEDY)
+
+    run(main)
+
+
 def test_when_an_actor_dies_every_caller_hears_why() -> None:
     async def main() -> None:
         async with Engine.start(str(MODELS / "llama"), device="reference", kv_cache_memory=1 << 20) as engine:
@@ -383,7 +485,9 @@ def test_leaving_the_engine_ends_open_requests_and_its_threads() -> None:
     ({"device": "tpu"}, "tpu"),
     ({"max_num_seqs": 0}, "max_num_seqs"),
     ({"max_num_seqs": 1000}, "max_num_batched_tokens"),
-    ({"max_model_len": 256, "kv_cache_memory": 15 * BLOCK_BYTES}, "256 needs 16 KV blocks"),
+    ({"max_model_len": 256, "kv_cache_memory": 15 * BLOCK_BYTES}, "256 tokens needs .* which holds 240"),
+    ({"kv_cache_memory": 15 * BLOCK_BYTES}, "256 tokens needs .* which holds 240"),
+    ({"max_model_len": 257}, "257 is more than the 256 positions"),
     ({"kv_cache_memory": 1 << 60}, "memory that are free"),
     ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
     ({"generation_config": "vllm"}, "generation_config"),

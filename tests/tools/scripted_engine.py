@@ -24,6 +24,7 @@ CONTEXT = 1000
 class ScriptedEngine:
     def __init__(self, has_chat_template: bool = True) -> None:
         self.info = EngineInfo(
+            file_bytes=1 << 20, weight_bytes=2 << 20,
             model="fake", model_names=("fake",), model_path="/fake", architecture="fake", vocab_size=30000,
             max_model_len=CONTEXT, kv_capacity_tokens=4000, kv_bytes=1, max_num_seqs=8, device="cpu",
             device_reason="there is nothing else", stop_token_ids=(2,), stop_tokens=("</s>",),

@@ -263,3 +263,10 @@ def test_spaces_that_belong_to_a_control_token(tmp_path: Path) -> None:
     tokenizer.add_tokens([special("<|sep|>", lstrip=True, rstrip=True)])
     vocab = load_folder(tmp_path, tokenizer, tokenizer_config={"chat_template": "{{ messages[0].content }} <|sep|> "})
     assert vocab.decode(vocab.encode_chat([{"role": "user", "content": "a  <|sep|>  b"}])) == "a  <|sep|>  b<|sep|>"
+
+
+@pytest.mark.parametrize("source", ["{{ messages }}{% break %}", "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}"])
+def test_a_template_that_makes_no_program_is_a_clear_error(source: str) -> None:
+    """FAULTS C01: Jinja turns some templates into Python that does not compile."""
+    with pytest.raises(ValueError, match=r"here: the chat template does not compile"):
+        ChatTemplate(source, "here", {})
