@@ -16,6 +16,7 @@ from typing import Any
 
 from actors.mailbox import Mailbox
 from actors.messages import StartedSequence, StepPlan, StepResult
+from actors.policy.kv_group import BLOCK_SIZE
 from actors.policy.scheduler import SchedulerMessage
 from cuda.runner import Runner, StepOutput
 from cuda.sampler import SlotSampling
@@ -110,7 +111,7 @@ class Executor:
         self._apply(runner, plan)
         chunks = [chunk for chunk in plan.chunks if chunk[0] not in self._broken]
         try:
-            runner.copy_blocks(plan.copies)
+            runner.move_blocks(plan.tier_out, plan.copies, plan.poisoned + self._unfilled(plan), plan.tier_in)
             output = runner.step(chunks, plan.resting, None if self._broken else plan.num_tokens)
         except Exception as error:  # NOTE: MemoryError too: this step's requests fail, the engine goes on
             log.exception("step %d failed", plan.step_id)
@@ -136,6 +137,16 @@ class Executor:
         for slot, group, block_ids in plan.new_blocks:
             if slot not in self._broken:
                 runner.append_blocks(slot, group, block_ids)
+
+    def _unfilled(self, plan: StepPlan) -> tuple[tuple[int, int], ...]:
+        """(group, block) that a broken slot would fill. Who shares one must not take what lies in it for an answer."""
+        if not self._broken:
+            return ()
+        starts = {slot: start // BLOCK_SIZE for slot, start, _ in plan.chunks}
+        blocks = [(group, block_id) for started in plan.started if started.slot in self._broken
+                  for group, block_ids in enumerate(started.block_ids) for block_id in block_ids[starts[started.slot]:]]
+        return (*blocks, *((group, block_id) for slot, group, block_ids in plan.new_blocks if slot in self._broken
+                           for block_id in block_ids))
 
 
 def _settle(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], outcome: object) -> None:

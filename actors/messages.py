@@ -37,6 +37,10 @@ class Generate:
     sampling: SamplingParams
     choice: int = 0                         # index among the completions of one prompt; part of the random key
     arrival_s: float = 0.0                  # time.monotonic()
+    priority: int = 0                       # lower comes first
+    user: str = ""                          # the caller's own name for who asks
+    cache_salt: str = ""                    # requests of different salts share no KV blocks
+    tenant: str = ""                        # who asks as the door knows it: an API key's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +61,52 @@ class NewSequence:
     seed: int                               # the caller's, or drawn by the tokenizer actor
     choice: int
     arrival_s: float
+    root: bytes = b""                       # what the keys of its blocks begin from; b"": they are not cached
+    keys: tuple[bytes, ...] = ()            # of the blocks that the prompt fills
+    priority: int = 0                       # lower comes first
+    tenant: str = ""                        # whom its share is counted for
 
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Sequence `request_id` would like tokens [start, end) planned."""
+    """Sequence `request_id` would like tokens [start, end) planned.
+
+    A new sequence tells the root and all keys and ids that it knows, a running one those of the blocks that its answer
+    has filled since it last told some, so that others find them.
+    """
     request_id: str
     start: int
     end: int
+    root: bytes = b""
+    keys: tuple[bytes, ...] = ()            # of the full blocks that follow those told before
+    token_ids: tuple[int, ...] = ()         # from the first of these blocks on
+    max_cached_tokens: int = 0              # of a new one: at most so many may come from the cache
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A sequence gives all its blocks back, and tells what of them it has not told yet: tokens of reported steps."""
+    request_id: str
+    keys: tuple[bytes, ...] = ()            # as in `Want`
+    token_ids: tuple[int, ...] = ()
+    has_failed: bool = False                # its logits were not finite: nothing that it holds may be found again
 
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """One a step, from the scheduler to the KV pool. Releases are applied first; then wants are granted in order."""
+    """One a step, or two where the first answer makes sequences yield, from the scheduler to the KV pool.
+
+    What failed is forgotten first, then releases are applied, then wants are granted in order.
+    """
     step_id: int
-    releases: tuple[str, ...]               # sequences that give all their blocks back
+    releases: tuple[Release, ...]
     token_budget: int
-    wants: tuple[Want, ...]                 # priority order; only sequences that are new or need a block
+    wants: tuple[Want, ...]                 # priority order: running ones that prefill or need a block, then new ones
+    reported_step_id: int = -1              # the steps up to it have reported
+    failed_steps: tuple[int, ...] = ()      # what they filled is void
+    forgotten: tuple[tuple[bytes, ...], ...] = ()   # keys of sequences whose logits were not finite
+    num_in_order: int | None = None         # those behind go by the longest cached prefix; None: all as given
+    num_slots: int | None = None            # so many new ones may enter; None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +115,21 @@ class Grant:
     request_id: str
     num_cached_tokens: int
     num_new_tokens: int
-    new_block_ids: tuple[tuple[int, ...], ...]   # per KV group, appended to the sequence's block tables
+    new_block_ids: tuple[tuple[int, ...], ...]   # per KV group, appended to the tables; 0 where no row looks any more
+    depends: tuple[int, ...] = ()           # steps in flight that fill what it found: if one fails, so does it
+    cache_miss: str = ""                    # why it found no more; see `Usage`
 
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """The pool's answer."""
+    """The pool's answer. Block moves go into the step's plan, which says in which order they run."""
     step_id: int
     grants: tuple[Grant, ...]
     starved: tuple[str, ...]                # wanted, budget was there, no block was
     copies: tuple[tuple[int, int, int], ...] = ()    # (group, source block, destination block)
+    tier_out: tuple[tuple[int, int, int], ...] = ()  # (group, block, slot of the host tier)
+    tier_in: tuple[tuple[int, int, int], ...] = ()   # (group, slot of the host tier, block)
+    poisoned: tuple[tuple[int, int], ...] = ()       # (group, block), for debugging
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +148,10 @@ class StartedSequence:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Only what changed. Plans run in the order sent. The executor applies: ended, started, new_blocks, copies, rows.
+    """Only what changed. Plans run in the order sent.
+
+    The executor applies: ended, started, new_blocks, tier_out, copies, poisoned, tier_in, rows. So what leaves the
+    device and what is copied is read before any block of it is written.
 
     Rows of the step: every chunk, and one token for each *decoding* slot that is not resting. A slot decodes once a
     chunk has reached the end of its known tokens; its next input is the token sampled last, which never leaves the
@@ -120,7 +161,10 @@ class StepPlan:
     ended: tuple[int, ...] = ()             # slots whose sequence is over or preempted
     started: tuple[StartedSequence, ...] = ()
     new_blocks: tuple[tuple[int, int, tuple[int, ...]], ...] = ()    # (slot, group, block ids)
+    tier_out: tuple[tuple[int, int, int], ...] = ()                 # (group, block, slot of the host tier)
     copies: tuple[tuple[int, int, int], ...] = ()                   # (group, source, destination)
+    poisoned: tuple[tuple[int, int], ...] = ()                      # (group, block): what is read of it must show
+    tier_in: tuple[tuple[int, int, int], ...] = ()                  # (group, slot of the host tier, block)
     chunks: tuple[tuple[int, int, int], ...] = ()                   # (slot, from, to): known tokens to compute
     resting: tuple[int, ...] = ()           # decoding slots that sit this step out
     num_tokens: int = 0                     # rows of the step, for the executor's own check
@@ -147,9 +191,17 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """What a request took.
+
+    cache_miss says why no more of its prompt was found in the prefix cache, for debugging: "" (all of it that could be
+    was), "short" (shorter than a block), "diverged:N" (nobody has computed block N of this prompt), "evicted" (block N
+    was there a while ago), "root" (it is there under another salt, tenant or adapter), "off" (it was not looked for).
+    NOTE: "root" tells one tenant of another's prompt: show it only to who debugs the engine.
+    """
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int = 0
+    cache_miss: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,13 +215,21 @@ class SequenceTokens:
     finish: Finish | None = None
     error: str = ""                         # for rejected and failed
     usage: Usage | None = None              # with finish
+    retry_after_s: float | None = None      # rejected because the queue is full
 
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """One a step, to the tokenizer, for all sequences that got something."""
+    """One a step, to the tokenizer, for all sequences that got something.
+
+    Columns for the many that got a plain token, then rows for those of which there is more to say.
+    """
     step_id: int
-    rows: tuple[SequenceTokens, ...]
+    accepted: tuple[str, ...] = ()          # request ids that are in the queue now
+    entered: tuple[tuple[str, int, str], ...] = ()  # (request id, tokens found in the cache, why no more: see `Usage`)
+    request_ids: tuple[str, ...] = ()       # request_ids[i] got token_ids[i]; several entries of one are in order
+    token_ids: tuple[int, ...] = ()
+    rows: tuple[SequenceTokens, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,22 +240,27 @@ class TokenLogprob:
     raw: bytes                              # the token's own bytes
     logprob: float                          # nan where there is none (a prompt's first token)
     top: tuple[TokenLogprob, ...] = ()
+    num_chars: int = 0                      # of the text, that it completes; 0 for a control token that is left out
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What a caller receives; deltas that he has not read yet are merged."""
+    """What a caller receives; deltas that he has not read yet are merged.
+
+    The first says that the request is admitted: it has the prompt's ids, and neither text nor tokens.
+    """
     request_id: str
     text: str = ""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_token_ids: tuple[int, ...] = ()  # with the first delta
+    prompt_token_ids: tuple[int, ...] = ()  # in the first delta
     finish: Finish | None = None            # set exactly once, in the last delta
     stop_reason: str | int | None = None    # the stop string or stop id that ended it (None: end of sequence)
     error: str = ""                         # for rejected and failed
     error_field: str = ""                   # the parameter that the error is about
     usage: Usage | None = None
+    retry_after_s: float | None = None      # rejected because the queue is full: try again after this
 
 
 Message: TypeAlias = Generate | Abort | NewSequence | Reserve | Reserved | StepPlan | StepResult | NewTokens | TextDelta

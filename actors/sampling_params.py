@@ -17,6 +17,7 @@ class ParameterError(ValueError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
+        self.message = message
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class SamplingParams:
                 raise ParameterError(name, f"must be true or false, got {getattr(self, name)!r}")
         _int("max_tokens", self.max_tokens, 0, 2**31 - 1, optional=True)
         if self.max_tokens == 0 and self.prompt_logprobs is None:
-            raise ParameterError("max_tokens", "must be at least 1 (0 only with echo or prompt_logprobs)")
+            raise ParameterError("max_tokens", "must be at least 1 (0 only with prompt_logprobs)")
         _int("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ParameterError("min_tokens", f"{self.min_tokens} is more than max_tokens {self.max_tokens}")

@@ -10,18 +10,22 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from actors.executor import Executor
 from actors.kv_pool import KVPool
 from actors.mailbox import Mailbox
 from actors.messages import Abort, Generate
 from actors.output import OutputRouter
-from actors.policy import block_pool
-from actors.policy.block_pool import BlockPool, Group
+from actors.policy import kv_group
+from actors.policy.admission import QueueLimits
+from actors.policy.block_pool import BlockPool
+from actors.policy.kv_group import Group
+from actors.policy.order import check_policy
 from actors.policy.scheduler import SchedulerConfig, SchedulerMessage, SchedulerPolicy
 from actors.sampling_params import ParameterError, SamplingParams
 from actors.scheduler import Scheduler
-from actors.tokenizer import Tokenizer
+from actors.tokenizer import CacheNames, Tokenizer
 from cuda.kv_cache import block_bytes, kv_groups, size_kv_cache
 from cuda.memory import available_host_bytes
 from cuda.ops import BLOCK_SIZE, KVGroupSpec, Ops
@@ -33,7 +37,9 @@ from weights.vocab import Vocab
 
 log = logging.getLogger("troupe.system")
 
-assert block_pool.BLOCK_SIZE == BLOCK_SIZE, "policy may not import cuda, so the number stands twice"
+T = TypeVar("T")
+
+assert kv_group.BLOCK_SIZE == BLOCK_SIZE, "policy may not import cuda, so the number stands twice"
 
 # Without a figure from the user, KV blocks may take this share of the memory that is free at the start.
 DEFAULT_KV_SHARE = 0.25
@@ -48,17 +54,26 @@ class EngineConfig:
     max_num_seqs: int = 64                  # sequences that run at once
     max_num_batched_tokens: int = 512       # tokens of one step
     kv_cache_memory: int | None = None      # bytes
+    kv_tier_memory: int = 0                 # bytes of host memory for KV blocks that must leave the device
     gpu_memory_utilization: float | None = None     # share of the device's free memory for weights and KV together
     seed: int | None = None                 # of requests without one of their own; None: drawn anew
     served_model_name: tuple[str, ...] = ()  # the first is what replies say; None given: the model's name
     generation_config: str = "auto"         # "none": ignore the model's sampling defaults
     threads: int | None = None              # of the host back end; None: the physical cores
     overlap: int = 0                        # steps launched before the results of the one before them are read
-    check_integrity: bool = False           # audit the KV pool after every step
+    enable_prefix_caching: bool = True      # keep KV blocks of prompts and answers until their memory is needed
+    scheduling_policy: str = "fcfs"         # who comes first: fcfs, priority, lpm, fair, deadline
+    ttft_target_s: float | None = None      # of policy deadline: arrival to first token
+    itl_target_s: float | None = None       # likewise: between two tokens of an answer
+    max_queued_requests: int | None = None  # that wait for a slot; more are refused at once
+    max_queued_tokens: int | None = None    # likewise, of those that wait
+    cache_scope: str = "all"                # who may find whose: "all", or "key": each API key its own
+    debug: bool = False                     # audit the KV pool after every step, and poison blocks that nobody may read
 
     def __post_init__(self) -> None:
         for name, low in (("max_model_len", 1), ("max_num_seqs", 1), ("max_num_batched_tokens", 1),
-                          ("kv_cache_memory", 1), ("threads", 1), ("overlap", 0)):
+                          ("kv_cache_memory", 1), ("kv_tier_memory", 0), ("threads", 1), ("overlap", 0),
+                          ("max_queued_requests", 0), ("max_queued_tokens", 0)):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < low):
                 raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
@@ -68,6 +83,9 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if share is not None and not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {share!r}")
+        check_policy(self.scheduling_policy, self.ttft_target_s, self.itl_target_s)
+        if self.cache_scope not in ("all", "key"):
+            raise ValueError(f"cache_scope must be all or key, got {self.cache_scope!r}")
         if self.generation_config not in ("auto", "none"):
             raise ValueError(f"generation_config must be auto or none, got {self.generation_config!r}")
 
@@ -77,8 +95,15 @@ class Sizes:
     """What was decided at start-up about lengths and memory."""
     max_model_len: int
     num_blocks: tuple[int, ...]             # a KV group
+    num_tier_blocks: tuple[int, ...]        # likewise, in host memory
     kv_bytes: int
-    kv_capacity_tokens: int                 # in sequences of full length
+    kv_bytes_per_token: float               # of a sequence of full length
+    num_full_sequences: int                 # of max_model_len tokens that fit at once
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """In sequences of full length."""
+        return self.num_full_sequences * self.max_model_len
 
 
 @dataclass(slots=True)
@@ -115,6 +140,19 @@ class System:
         """Its caller is gone."""
         if self.output.close(request_id):
             self.post(Abort(request_id, "aborted"))
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """What `function` returns between two messages of the engine's loop. Raises: RuntimeError when that is over."""
+        result: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(function())
+            except BaseException as error:
+                result.set_exception(error)
+
+        self._loop.call_soon_threadsafe(run)
+        return result
 
     def stop(self) -> None:
         """End the thread, once it is ready; open requests hear of it through the router."""
@@ -173,15 +211,23 @@ class System:
         self.executor = Executor(scheduler_inbox)
         self.runner, self.vocab = await asyncio.gather(self.executor.load(lambda: self._make_runner(model, available)),
                                                        asyncio.to_thread(self._timed_vocab, model))
-        pool_groups = _policy_groups(self.groups, self.sizes.num_blocks)
+        pool_groups = tuple(Group(num_blocks, group.window, num_tier_blocks) for group, num_blocks, num_tier_blocks
+                            in zip(self.groups, self.sizes.num_blocks, self.sizes.num_tier_blocks, strict=True))
         self.sampling_defaults = self._sampling_defaults()
-        self.pool = KVPool(BlockPool(pool_groups), check=config.check_integrity)
+        self.pool = KVPool(BlockPool(pool_groups, poison=config.debug), check=config.debug)
         self.tokenizer = Tokenizer(self.vocab, model.spec.vocab_size, self.sizes.max_model_len, scheduler_inbox,
-                                   self.output.deliver, config.seed)
+                                   self.output.deliver, config.seed, self._cache_names())
         policy = SchedulerPolicy(SchedulerConfig(
             max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=self.sizes.max_model_len, groups=pool_groups, overlap=config.overlap))
+            max_model_len=self.sizes.max_model_len, groups=pool_groups, overlap=config.overlap,
+            scheduling_policy=config.scheduling_policy, ttft_target_s=config.ttft_target_s,
+            itl_target_s=config.itl_target_s, queue=QueueLimits(config.max_queued_requests, config.max_queued_tokens)))
         self.scheduler = Scheduler(policy, scheduler_inbox, self.pool, self.executor, self.tokenizer.inbox)
+
+    def _cache_names(self) -> CacheNames | None:
+        if not self.config.enable_prefix_caching:
+            return None
+        return CacheNames(f"{self.model_path}", by_tenant=self.config.cache_scope == "key")
 
     def _sampling_defaults(self) -> dict[str, float]:
         """Of generation_config.json. Raises: ValueError here, not in every request, where they are out of range."""
@@ -209,7 +255,8 @@ class System:
         self.start_up.stage("weights", begin_s)
         begin_s = time.perf_counter()
         runner = Runner(model.spec, weights, make_ops(self.device, self.config), self.sizes.num_blocks,
-                        self.config.max_num_seqs, self.config.max_num_batched_tokens, self.sizes.max_model_len)
+                        self.config.max_num_seqs, self.config.max_num_batched_tokens, self.sizes.max_model_len,
+                        self.sizes.num_tier_blocks)
         self.start_up.stage("back end", begin_s)
         return runner
 
@@ -245,20 +292,26 @@ def choose_sizes(config: EngineConfig, spec: ModelSpec, weight_bytes: int, avail
     if max_model_len > spec.max_position:
         raise ValueError(f"max_model_len {max_model_len} is more than the {spec.max_position} positions that the model "
                          f"was trained for")
+    groups = kv_groups(spec)
+    tier_bytes = config.kv_tier_memory
+    num_tier_blocks = tier_bytes // sum(block_bytes(group) for group in groups)
+    if tier_bytes and not num_tier_blocks:
+        raise ValueError(f"kv_tier_memory {_size(tier_bytes)} does not hold one block of {BLOCK_SIZE} tokens, which "
+                         f"takes {_size(sum(block_bytes(group) for group in groups))}")
+    tier = f" and kv_tier_memory {_size(tier_bytes)}" if tier_bytes else ""
     source = "a quarter of the free memory"
-    kv_bytes = int((available - weight_bytes) * DEFAULT_KV_SHARE)
+    kv_bytes = int((available - weight_bytes - tier_bytes) * DEFAULT_KV_SHARE)
     if config.kv_cache_memory is not None:
         kv_bytes, source = config.kv_cache_memory, "kv_cache_memory"
-        if kv_bytes + weight_bytes > available:
-            raise ValueError(f"kv_cache_memory {_size(kv_bytes)} and weights of {_size(weight_bytes)} are more than "
-                             f"the {_size(available)} of memory that are free")
+        if kv_bytes + tier_bytes + weight_bytes > available:
+            raise ValueError(f"kv_cache_memory {_size(kv_bytes)} and weights of {_size(weight_bytes)}{tier} are more "
+                             f"than the {_size(available)} of memory that are free")
     elif config.gpu_memory_utilization is not None:
         share = config.gpu_memory_utilization
-        kv_bytes, source = int(available * share) - weight_bytes, "gpu_memory_utilization"
+        kv_bytes, source = int(available * share) - weight_bytes - tier_bytes, "gpu_memory_utilization"
         if kv_bytes <= 0:
             raise ValueError(f"gpu_memory_utilization {share:g} of {_size(available)} free memory does not hold the "
-                             f"weights of {_size(weight_bytes)}")
-    groups = kv_groups(spec)
+                             f"weights of {_size(weight_bytes)}{tier}")
     num_blocks = size_kv_cache(groups, kv_bytes, config.max_num_seqs, max_model_len, config.max_num_batched_tokens)
     fits = longest_sequence(groups, num_blocks)
     if fits < max_model_len:
@@ -271,12 +324,10 @@ def choose_sizes(config: EngineConfig, spec: ModelSpec, weight_bytes: int, avail
                 f"gives {_size(kv_bytes)}, which holds {fits} tokens: lower max_model_len or raise kv_cache_memory")
         max_model_len = fits
     used = sum(n * block_bytes(group) for n, group in zip(num_blocks, groups, strict=True))
-    whole = min(n // need for n, need in zip(num_blocks, blocks_of(groups, max_model_len), strict=True))
-    return Sizes(max_model_len, num_blocks, used, whole * max_model_len)
-
-
-def _policy_groups(groups: Sequence[KVGroupSpec], num_blocks: Sequence[int]) -> tuple[Group, ...]:
-    return tuple(Group(n, group.window) for n, group in zip(num_blocks, groups, strict=True))
+    needed = blocks_of(groups, max_model_len)
+    sequence_bytes = sum(n * block_bytes(group) for n, group in zip(needed, groups, strict=True))
+    return Sizes(max_model_len, num_blocks, (num_tier_blocks,) * len(groups), used, sequence_bytes / max_model_len,
+                 min(n // need for n, need in zip(num_blocks, needed, strict=True)))
 
 
 def blocks_of(groups: Sequence[KVGroupSpec], num_tokens: int) -> tuple[int, ...]:
@@ -294,7 +345,8 @@ def longest_sequence(groups: Sequence[KVGroupSpec], num_blocks: Sequence[int]) -
 
 
 def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.2f} MiB"
+    power, unit = (30, "GiB") if num_bytes >= 2**30 else (20, "MiB") if num_bytes >= 2**20 else (10, "KiB")
+    return f"{num_bytes / 2**power:.2f} {unit}"
 
 
 def _first_cause(error: BaseException) -> BaseException:

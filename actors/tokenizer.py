@@ -23,6 +23,7 @@ from actors.messages import (
     TopLogprobs,
     Usage,
 )
+from actors.policy.block_keys import block_keys, root_key
 from actors.policy.scheduler import SchedulerMessage
 from actors.policy.stop_strings import StopStrings
 from actors.sampling_params import ParameterError
@@ -34,28 +35,42 @@ NAN = float("nan")
 ENCODING_THREADS = 2
 
 
-
 @dataclass(slots=True)
 class _Text:
     """A request whose prompt is encoded: its text so far, on this side of the scheduler."""
     sequence: NewSequence
     detokenizer: Detokenizer
     stop_strings: StopStrings
+    prompt_num_chars: tuple[int, ...]       # that each prompt token completes; () where nobody asks
     num_output_tokens: int = 0
-    prompt_sent: bool = False
+    cached: tuple[int, str] = (0, "")       # tokens found in the prefix cache, and why no more
+
+
+@dataclass(frozen=True, slots=True)
+class CacheNames:
+    """What tells KV blocks of equal tokens apart."""
+    model: str
+    by_tenant: bool                         # tenants share no blocks
+
+    def root(self, generate: Generate) -> bytes:
+        return root_key(model=self.model, adapter="", salt=generate.cache_salt,
+                        scope=generate.tenant if self.by_tenant else "")
 
 
 class Tokenizer:
     """Runs on the engine's loop. `deliver` takes a step's deltas to the callers."""
 
     def __init__(self, vocab: Vocab, vocab_size: int, max_model_len: int, scheduler: Mailbox[SchedulerMessage],
-                 deliver: Callable[[Sequence[TextDelta]], None], seed: int | None = None) -> None:
-        """seed: where the seeds of requests without one come from; None: the system's randomness."""
+                 deliver: Callable[[Sequence[TextDelta]], None], seed: int | None = None,
+                 cache: CacheNames | None = None) -> None:
+        """seed: where the seeds of requests without one come from; None: the system's randomness. cache: how KV blocks
+        are named; None: they are not, and nobody finds them."""
         self.vocab = vocab
         self.vocab_size = vocab_size        # of the model: a tokenizer may have more ids than the embedding has rows
         self.max_model_len = max_model_len
         self.scheduler = scheduler
         self.deliver = deliver
+        self.cache = cache
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
         self.inbox: Mailbox[Generate | Abort | NewTokens] = Mailbox()
         self._encoding: dict[str, asyncio.Task[None]] = {}
@@ -67,7 +82,7 @@ class Tokenizer:
             while True:
                 for message in await self.inbox.drain():
                     if isinstance(message, NewTokens):
-                        self.deliver([delta for row in message.rows if (delta := self._decode(row)) is not None])
+                        self.deliver(self._decode_all(message))
                     elif isinstance(message, Generate):
                         self._encoding[message.request_id] = asyncio.create_task(self._admit(message))
                     else:
@@ -82,7 +97,7 @@ class Tokenizer:
         return len(self._encoding) + len(self._texts)
 
     async def _admit(self, generate: Generate) -> None:
-        """Encode off the loop, then pass the sequence on; a prompt that cannot be served is answered here."""
+        """Encode off the loop and pass the sequence on; a prompt that cannot be served is answered here."""
         request_id = generate.request_id
         try:
             text = await asyncio.get_running_loop().run_in_executor(self._pool, self._encode, generate)
@@ -113,11 +128,15 @@ class Tokenizer:
         special_stops = {stop: token_id for stop in sampling.stop if (token_id := vocab.special_id(stop)) is not None}
         stop_ids = dict.fromkeys((*(() if sampling.ignore_eos else sorted(vocab.stop_ids)),
                                   *sampling.stop_token_ids, *special_stops.values()))
+        root = b"" if self.cache is None else self.cache.root(generate)
         sequence = NewSequence(
             request_id=generate.request_id, token_ids=tuple(ids), sampling=sampling, max_tokens=max_tokens,
             stop_ids=tuple(stop_ids), seed=self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed,
-            choice=generate.choice, arrival_s=generate.arrival_s)
-        return _Text(sequence, Detokenizer(vocab, ids, sampling.skip_special_tokens), StopStrings(sampling.stop))
+            choice=generate.choice, arrival_s=generate.arrival_s, root=root,
+            keys=block_keys(root, ids) if root else (), priority=generate.priority,
+            tenant=generate.tenant or generate.user)
+        return _Text(sequence, Detokenizer(vocab, ids, sampling.skip_special_tokens), StopStrings(sampling.stop),
+                     () if sampling.prompt_logprobs is None else self._prompt_num_chars(generate, ids))
 
     def _prompt_ids(self, generate: Generate) -> list[int]:
         prompt, vocab = generate.prompt, self.vocab
@@ -138,6 +157,17 @@ class Tokenizer:
             raise ParameterError(_prompt_field(generate), "is empty, and this model has no beginning-of-text token")
         return ids
 
+    def _prompt_num_chars(self, generate: Generate, ids: list[int]) -> tuple[int, ...]:
+        """Characters that each token completes of the prompt as its caller reads it; of what we put before it, none."""
+        prompt = generate.prompt
+        if isinstance(prompt, ChatPrompt):
+            num_added = 0
+        else:
+            given = self.vocab.encode(prompt, add_special=False) if isinstance(prompt, str) else prompt
+            num_added = len(ids) - len(given)
+        detokenizer = Detokenizer(self.vocab, (), skip_special_tokens=False)
+        return (0,) * num_added + tuple(len(detokenizer.push((token_id,))) for token_id in ids[num_added:])
+
     def _abort(self, abort: Abort) -> None:
         task = self._encoding.pop(abort.request_id, None)
         if task is not None:
@@ -146,22 +176,44 @@ class Tokenizer:
         elif abort.request_id in self._texts:
             self.scheduler.send(abort)          # its answer, a row with finish "aborted", ends the request here
 
+    def _decode_all(self, message: NewTokens) -> list[TextDelta]:
+        deltas: list[TextDelta | None] = [self._first_delta(request_id) for request_id in message.accepted]
+        for request_id, num_cached_tokens, cache_miss in message.entered:
+            if request_id in self._texts:
+                self._texts[request_id].cached = num_cached_tokens, cache_miss
+        for request_id, token_id in zip(message.request_ids, message.token_ids, strict=True):
+            state = self._texts.get(request_id)
+            if state is not None and not state.stop_strings.stops:      # most of them
+                state.num_output_tokens += 1
+                deltas.append(TextDelta(request_id, state.detokenizer.push((token_id,)), (token_id,)))
+            else:
+                deltas.append(self._decode(SequenceTokens(request_id, (token_id,))))
+        deltas += map(self._decode, message.rows)
+        return [delta for delta in deltas if delta is not None]
+
+    def _first_delta(self, request_id: str) -> TextDelta:
+        """Of a request that is in the scheduler's queue."""
+        state = self._texts[request_id]
+        # Nothing precedes the prompt's first token: it has no log-probability.
+        first = () if state.sequence.sampling.prompt_logprobs is None else ((0, NAN, ()),)
+        return TextDelta(request_id, prompt_token_ids=state.sequence.token_ids,
+                         prompt_logprobs=self._prompt_logprobs(state, first))
+
     def _decode(self, row: SequenceTokens) -> TextDelta | None:
         state = self._texts.get(row.request_id)
         if state is None:
             return None                         # ended here by a stop string; the scheduler did not know yet
         sampling = state.sequence.sampling
-        prompt_logprobs = self._prompt_logprobs(state, row)
-        prompt_ids = () if state.prompt_sent else state.sequence.token_ids
-        state.prompt_sent = True
-
         token_ids, finish, stop_reason = row.token_ids, row.finish, self._stop_reason(state, row)
-        texts, cut = [], False
+        texts, num_chars, cut = [], [], False
         for index, token_id in enumerate(token_ids):
             state.num_output_tokens += 1
             if finish == "stop" and index == len(token_ids) - 1:
-                break                           # the stop token itself is no text
-            shown, stop = self._push(state, token_id)
+                num_chars.append(0)             # the stop token itself is no text
+                break
+            text = state.detokenizer.push((token_id,))
+            num_chars.append(len(text))
+            shown, stop = self._hold_back(state, text)
             texts.append(shown)
             if stop is not None:
                 finish, stop_reason, token_ids = "stop", stop, token_ids[:index + 1]
@@ -180,15 +232,16 @@ class Tokenizer:
         return TextDelta(
             request_id=row.request_id, text="".join(texts), token_ids=token_ids,
             logprobs=() if sampling.logprobs is None else tuple(
-                self._token_logprob(token_id, logprob, top) for token_id, logprob, top
-                in zip(token_ids, row.logprobs, row.top_logprobs, strict=False)),
-            prompt_logprobs=prompt_logprobs, prompt_token_ids=prompt_ids,
-            finish=finish, stop_reason=stop_reason, error=row.error,
-            error_field="prompt" if finish == "rejected" else "",
-            usage=None if finish is None else self._usage(state, row))
+                self._token_logprob(token_id, logprob, top, length) for token_id, logprob, top, length
+                in zip(token_ids, row.logprobs, row.top_logprobs, num_chars, strict=False)),
+            prompt_logprobs=self._prompt_logprobs(state, row.prompt_logprobs), finish=finish, stop_reason=stop_reason,
+            error=row.error, error_field="prompt" if finish == "rejected" and row.retry_after_s is None else "",
+            usage=None if finish is None else Usage(
+                len(state.sequence.token_ids), state.num_output_tokens, *state.cached),
+            retry_after_s=row.retry_after_s)
 
-    def _push(self, state: _Text, token_id: int) -> tuple[str, str | None]:
-        text = state.detokenizer.push((token_id,))
+    def _hold_back(self, state: _Text, text: str) -> tuple[str, str | None]:
+        """What of `text` can be shown already, and the stop string that it completes."""
         if state.num_output_tokens <= state.sequence.sampling.min_tokens:
             return state.stop_strings.flush() + text, None      # stop strings count only after min_tokens
         return state.stop_strings.push(text)
@@ -203,23 +256,17 @@ class Tokenizer:
                 return stop
         return stop_id if stop_id in sampling.stop_token_ids else None
 
-    def _prompt_logprobs(self, state: _Text, row: SequenceTokens) -> tuple[TokenLogprob, ...]:
-        if state.sequence.sampling.prompt_logprobs is None:
-            return ()
+    def _prompt_logprobs(self, state: _Text,
+                         logprobs: Sequence[tuple[int, float, TopLogprobs]]) -> tuple[TokenLogprob, ...]:
         ids = state.sequence.token_ids
-        first = () if state.prompt_sent else (self._token_logprob(ids[0], NAN, ()),)    # nothing precedes it
-        return first + tuple(self._token_logprob(ids[position], logprob, top)
-                             for position, logprob, top in row.prompt_logprobs)
+        return tuple(self._token_logprob(ids[position], logprob, top, state.prompt_num_chars[position])
+                     for position, logprob, top in logprobs)
 
-    def _token_logprob(self, token_id: int, logprob: float, top: TopLogprobs) -> TokenLogprob:
+    def _token_logprob(self, token_id: int, logprob: float, top: TopLogprobs, num_chars: int) -> TokenLogprob:
         vocab = self.vocab
-        return TokenLogprob(token_id, vocab.token_text(token_id), vocab.token_bytes(token_id), logprob,
-                            tuple(TokenLogprob(i, vocab.token_text(i), vocab.token_bytes(i), p) for i, p in top))
-
-    @staticmethod
-    def _usage(state: _Text, row: SequenceTokens) -> Usage:
-        cached = row.usage.num_cached_tokens if row.usage else 0
-        return Usage(len(state.sequence.token_ids), state.num_output_tokens, cached)
+        others = tuple(TokenLogprob(i, vocab.token_text(i), vocab.token_bytes(i), p) for i, p in top)
+        return TokenLogprob(token_id, vocab.token_text(token_id), vocab.token_bytes(token_id), logprob, others,
+                            num_chars)
 
 
 def _prompt_field(generate: Generate) -> str:

@@ -18,16 +18,28 @@ import orjson
 
 from actors.messages import ChatPrompt, Finish, Generate, Prompt, TextDelta, TokenLogprob, Usage
 from actors.output import OutputStream, merge
+from actors.policy.kv_group import BLOCK_SIZE
 from actors.sampling_params import ParameterError, SamplingParams
 from actors.system import EngineConfig, System
 
-__all__ = ["Completion", "Engine", "EngineDead", "EngineInfo", "ParameterError", "RequestFailed", "SamplingParams"]
+__all__ = ["Completion", "Engine", "EngineBusy", "EngineDead", "EngineInfo", "ParameterError", "RequestFailed",
+           "SamplingParams"]
+
+MAX_PRIORITY = 2**31 - 1
 
 PromptInput: TypeAlias = str | Sequence[int] | Sequence[dict[str, Any]]     # text, token ids, or chat messages
 
 
 class EngineDead(RuntimeError):
     """The engine has ended; str() says why. Every open request gets it."""
+
+
+class EngineBusy(RuntimeError):
+    """The queue is full: this request was not taken. It may be tried again after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class RequestFailed(RuntimeError):
@@ -48,6 +60,7 @@ class EngineInfo:
     file_bytes: int                         # of the weights in their file
     weight_bytes: int                       # and in memory
     max_num_seqs: int
+    max_num_batched_tokens: int             # of one step: no running answer waits longer for a token than it takes
     device: str                             # "cpu" or "cuda:0 NVIDIA …"
     device_reason: str
     stop_token_ids: tuple[int, ...]
@@ -55,6 +68,9 @@ class EngineInfo:
     has_chat_template: bool
     default_sampling: dict[str, Any]        # from generation_config.json
     startup_s: tuple[tuple[str, float], ...]    # (stage, seconds)
+    kv_bytes_per_token: float = 0.0         # of a request of max_model_len tokens
+    num_full_requests: int = 0              # of max_model_len tokens that fit at once
+    kv_tier_tokens: int = 0                 # room in host memory for what leaves the KV cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +85,8 @@ class EngineStats:
     num_steps: int
     forward_s: float                        # inside forward passes
     busy_s: float                           # with sequences running: forward passes and all else
+    prefix_cache_queries: int = 0           # prompt tokens of requests that have begun to run
+    prefix_cache_hits: int = 0              # of these, found in the prefix cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,21 +132,34 @@ class Engine:
                 await asyncio.shield(asyncio.to_thread(system.join))
 
     async def generate(self, prompt: PromptInput, sampling: SamplingParams | None = None, *, choice: int = 0,
-                       add_generation_prompt: bool = True) -> AsyncIterator[TextDelta]:
+                       add_generation_prompt: bool = True, priority: int = 0, user: str = "", cache_salt: str = "",
+                       tenant: str = "") -> AsyncIterator[TextDelta]:
         """Stream one completion. Leaving the iterator (break, cancel, aclose) aborts the request.
 
-        sampling: None takes the model's own defaults.
-        Raises: ParameterError before the first delta where the request cannot be served; RequestFailed; EngineDead.
+        The first delta comes when the request is admitted, before it runs: it has the prompt's ids and no tokens.
+
+        sampling: None takes the model's own defaults. priority: lower comes first, where the scheduling policy looks
+        at it. user, tenant: who asks, by his own word and as the door knows him; fair shares are counted for the
+        tenant, or else the user. cache_salt: requests of different salts find nothing of one another in the cache.
+        Raises: ParameterError before the first delta where the request cannot be served, EngineBusy where the queue is
+        full; RequestFailed; EngineDead.
         """
+        if not isinstance(priority, int) or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+            raise ParameterError("priority", f"must be an integer of at most {MAX_PRIORITY}, got {priority!r}")
+        for name, value in (("user", user), ("cache_salt", cache_salt), ("tenant", tenant)):
+            if not isinstance(value, str):
+                raise ParameterError(name, f"must be text, got {value!r}")
         request_id = f"r{next(self._next_id)}"
         stream = OutputStream(request_id, self._system.abort)
         request = Generate(request_id, _prompt(prompt, add_generation_prompt), sampling or self.default_sampling(),
-                           choice, time.monotonic())
+                           choice, time.monotonic(), priority, user, cache_salt, tenant)
         self._open(stream)
         try:
             self._system.post(request)
             while True:
                 delta = await self._next(stream)
+                if delta.retry_after_s is not None:
+                    raise EngineBusy(delta.error, delta.retry_after_s)
                 if delta.finish == "rejected":
                     raise ParameterError(delta.error_field or "prompt", _without_field(delta))
                 if delta.finish == "failed":
@@ -141,11 +172,10 @@ class Engine:
             # delta the engine has forgotten the request, and this abort finds nothing.
             self._system.abort(request_id)
 
-    async def complete(self, prompt: PromptInput, sampling: SamplingParams | None = None, *, choice: int = 0,
-                       add_generation_prompt: bool = True) -> Completion:
-        """The same, whole."""
-        deltas = [delta async for delta in self.generate(prompt, sampling, choice=choice,
-                                                         add_generation_prompt=add_generation_prompt)]
+    async def complete(self, prompt: PromptInput, sampling: SamplingParams | None = None,
+                       **options: Any) -> Completion:
+        """The same, whole. options: those of `generate`."""
+        deltas = [delta async for delta in self.generate(prompt, sampling, **options)]
         whole = merge(deltas)
         assert whole.finish is not None, "the last delta ends the request"
         assert whole.usage is not None, "a finished request has its usage"
@@ -168,7 +198,18 @@ class Engine:
             num_requests_running=scheduler.num_running, num_requests_waiting=scheduler.num_waiting,
             kv_cache_usage=system.pool.pool.usage, num_preemptions=scheduler.num_preemptions,
             prompt_tokens=scheduler.prompt_tokens, generation_tokens=scheduler.generation_tokens,
-            num_steps=scheduler.num_steps, forward_s=executor.forward_s, busy_s=system.scheduler.busy_s)
+            num_steps=scheduler.num_steps, forward_s=executor.forward_s, busy_s=system.scheduler.busy_s,
+            prefix_cache_queries=scheduler.prefix_cache_queries, prefix_cache_hits=scheduler.prefix_cache_hits)
+
+    async def debug_kv(self) -> dict[str, Any]:
+        """Every KV block with its owners and what can be found in it, as plain data of one moment.
+
+        Raises: EngineDead.
+        """
+        try:
+            return await asyncio.wrap_future(self._system.call(self._system.pool.pool.describe))
+        except RuntimeError as cause:
+            raise EngineDead(str(cause)) from cause
 
     @property
     def dead(self) -> BaseException | None:
@@ -222,8 +263,11 @@ def _info(system: System) -> EngineInfo:
         max_model_len=system.sizes.max_model_len,
         kv_capacity_tokens=system.sizes.kv_capacity_tokens, kv_bytes=system.sizes.kv_bytes,
         file_bytes=system.file_bytes, weight_bytes=system.weight_bytes,
-        max_num_seqs=config.max_num_seqs, device=system.device, device_reason=system.device_reason,
+        max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
+        device=system.device, device_reason=system.device_reason,
         stop_token_ids=stop_ids, stop_tokens=tuple(vocab.token_text(i) for i in stop_ids),
         has_chat_template=vocab.has_chat_template,
         default_sampling=dict(system.sampling_defaults),
-        startup_s=tuple(system.start_up.stages))
+        startup_s=tuple(system.start_up.stages),
+        kv_bytes_per_token=system.sizes.kv_bytes_per_token, num_full_requests=system.sizes.num_full_sequences,
+        kv_tier_tokens=system.sizes.num_tier_blocks[0] * BLOCK_SIZE)

@@ -32,6 +32,10 @@ def engine_dead() -> ApiError:
     return ApiError(503, "The engine has ended; this server answers no more requests.", code="engine_dead")
 
 
+def shutting_down() -> ApiError:
+    return ApiError(503, "The server is shutting down.", code="stopping")
+
+
 def internal_error() -> ApiError:
     # NOTE: what failed inside is logged and never sent: exception texts hold paths and class names.
     return ApiError(500, "The server failed to answer this request.", code="internal_error")

@@ -4,10 +4,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,8 +18,8 @@ from actors.messages import TextDelta
 from actors.output import merge
 from actors.sampling_params import ParameterError, SamplingParams
 from api.engine import Engine, EngineDead, PromptInput, RequestFailed
-from api.errors import ApiError, bad_parameter, engine_dead, internal_error
-from api.metrics import CompletionTimer
+from api.errors import ApiError, bad_parameter, internal_error
+from api.metrics import CompletionTimer, Metrics, PromptMeter
 from api.schemas import ParsedModel, parse
 from api.service import Service
 from api.sse import ClientGone, deliver_merged, until_client_goes
@@ -37,6 +38,7 @@ Body = TypeVar("Body", bound=ParsedModel)
 @dataclass(frozen=True, slots=True)
 class Generation:
     """One completion to ask of the engine."""
+    field: str                              # of the request, that the prompt came in; for errors
     prompt: PromptInput
     sampling: SamplingParams
     choice: int = 0
@@ -47,7 +49,7 @@ class Writer(Protocol):
     """A dialect's side of an answer. `index` is a completion's place in the request's generations."""
 
     def events(self, index: int, delta: TextDelta) -> bytes:
-        """What a stream says about `delta`; may be nothing."""
+        """What a stream says about `delta`. The first brings tokens or the end, and all that came before them."""
 
     def last_events(self) -> bytes:
         """The end of a stream, when all completions have ended."""
@@ -96,10 +98,13 @@ class Reply:
         self._generations = generations
         self._writer = writer
         self._stream = stream
-        self._timers = [CompletionTimer(service.metrics, arrival_s) for _ in generations]
+        self._timers = _timers(service.metrics, arrival_s, generations)
         self._num_unfinished = len(generations)
+        self._not_admitted = set(range(len(generations)))
         self._started = False                   # a stream's headers are out
-        self._deltas: list[list[TextDelta]] = [[] for _ in generations]
+        self._unsent = b""                      # events, as long as they are not
+        self._begun: set[int] = set()           # completions of a stream that have tokens
+        self._deltas: list[list[TextDelta]] = [[] for _ in generations]     # until they are sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._service.open_request():
@@ -109,10 +114,7 @@ class Reply:
                 self._end_timers("abort")
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        streams = [self._engine.generate(generation.prompt, generation.sampling, choice=generation.choice,
-                                         add_generation_prompt=generation.add_generation_prompt)
-                   for generation in self._generations]
-
+        streams = [self._generate(generation) for generation in self._generations]
         try:
             await deliver_merged(streams, partial(self._send_events, send) if self._stream else self._keep)
         except ClientGone:
@@ -128,6 +130,20 @@ class Reply:
             content = self._writer.document([merge(deltas) for deltas in self._deltas])
             await Response(content, media_type="application/json")(scope, receive, send)
 
+    async def _generate(self, generation: Generation) -> AsyncGenerator[TextDelta, None]:
+        """The engine's deltas. Raises: ParameterError, which names a prompt as the request does."""
+        deltas = cast("AsyncGenerator[TextDelta, None]", self._engine.generate(
+            generation.prompt, generation.sampling, choice=generation.choice,
+            add_generation_prompt=generation.add_generation_prompt))
+        try:
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    yield delta
+        except ParameterError as error:
+            if error.field != "prompt":
+                raise
+            raise ParameterError(generation.field, error.message) from None
+
     def _observe(self, items: list[tuple[int, TextDelta]]) -> None:
         for index, delta in items:
             if delta.finish is not None:
@@ -142,18 +158,34 @@ class Reply:
             self._deltas[index].append(delta)
 
     async def _send_events(self, send: Send, items: list[tuple[int, TextDelta]]) -> None:
-        """One write for all that came at once."""
+        """One write for all that came at once.
+
+        Headers wait until every completion is admitted: if one is refused, the request is, with a status that says so.
+        """
         self._observe(items)
-        data = b"".join([self._writer.events(index, delta) for index, delta in items])
+        data = b"".join([self._events(index, delta) for index, delta in items])
         over = self._num_unfinished == 0
         if over:
             data += self._writer.last_events()
-        if not data:
-            return
         if not self._started:
-            self._started = True
+            self._not_admitted.difference_update(index for index, _ in items)
+            self._unsent += data
+            if self._not_admitted or not self._unsent:
+                return
+            self._started, data = True, self._unsent
             await _send(send, {"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
-        await _send(send, {"type": "http.response.body", "body": data, "more_body": not over})
+        if data:
+            await _send(send, {"type": "http.response.body", "body": data, "more_body": not over})
+
+    def _events(self, index: int, delta: TextDelta) -> bytes:
+        """NOTE: nothing is said of a completion before it has a token: clients take its first event for that."""
+        if index in self._begun:
+            return self._writer.events(index, delta)
+        self._deltas[index].append(delta)
+        if not delta.token_ids and delta.finish is None:
+            return b""
+        self._begun.add(index)
+        return self._writer.events(index, merge(self._deltas[index]))
 
     def _told(self, error: Exception) -> ApiError:
         """What the client learns of a failure."""
@@ -161,13 +193,23 @@ class Reply:
             return bad_parameter(error)
         self._end_timers("error")
         if isinstance(error, EngineDead):
-            return engine_dead()
+            return self._service.ended()
         log.error("a request failed: %s", error, exc_info=None if isinstance(error, RequestFailed) else error)
         return internal_error()
 
     def _end_timers(self, reason: str) -> None:
         for timer in self._timers:
             timer.end(reason)
+
+
+def _timers(metrics: Metrics, arrival_s: float, generations: Sequence[Generation]) -> list[CompletionTimer]:
+    """One for each; those of one prompt share its meter."""
+    by_field: dict[str, list[Generation]] = {}
+    for generation in generations:
+        by_field.setdefault(generation.field, []).append(generation)
+    meters = {field: PromptMeter(metrics, len(same)) for field, same in by_field.items()}
+    return [CompletionTimer(metrics, meters[generation.field], arrival_s, generation.sampling.max_tokens)
+            for generation in generations]
 
 
 async def _send(send: Send, message: Message) -> None:

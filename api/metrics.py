@@ -1,7 +1,8 @@
 """Prometheus metrics, under vLLM's names with our prefix, so that dashboards made for it can be used.
 
 Gauges and token counters are read from the engine when they are asked for; histograms are filled from the deltas that
-pass through the server.
+pass through the server. What neither tells has no metric here: when a sequence left the queue (so vLLM's queue, prefill
+and inference times), how often it was preempted, how many tokens each step had.
 """
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from actors.messages import TextDelta
+from actors.messages import TextDelta, Usage
+from actors.policy.kv_group import BLOCK_SIZE
 from api.engine import Engine
 
 TTFT_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
@@ -22,7 +24,11 @@ TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.
                    10.0, 20.0, 40.0, 80.0)
 REQUEST_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
                      480.0, 960.0, 1920.0, 7680.0)
+CHOICE_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 COUNT_BUCKETS = tuple(float(mantissa * 10**exponent) for exponent in range(6) for mantissa in (1, 2, 5))
+
+LABELS = ["model_name", "engine"]
+ENGINE = "0"                                    # vLLM numbers the engines behind a server; here is one
 
 
 class Histogram:
@@ -44,8 +50,8 @@ class Histogram:
         for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
             total += count
             buckets.append((bound, float(total)))
-        family = HistogramMetricFamily(f"troupe:{self.name}", self._text, labels=["model_name"])
-        family.add_metric([model_name], buckets, self._sum)
+        family = HistogramMetricFamily(f"troupe:{self.name}", self._text, labels=LABELS)
+        family.add_metric([model_name, ENGINE], buckets, self._sum)
         return family
 
 
@@ -60,9 +66,18 @@ class Metrics(Collector):
         self.time_per_output_token_s = Histogram("request_time_per_output_token_seconds",
                                                  "Mean gap between the tokens of a completion", TOKEN_BUCKETS_S)
         self.e2e_latency_s = Histogram("e2e_request_latency_seconds", "Arrival to last token", REQUEST_BUCKETS_S)
+        self.decode_s = Histogram("request_decode_time_seconds", "First to last token", REQUEST_BUCKETS_S)
         self.num_prompt_tokens = Histogram("request_prompt_tokens", "Prompt tokens of a completion", COUNT_BUCKETS)
         self.num_generation_tokens = Histogram("request_generation_tokens", "Generated tokens of a completion",
                                                COUNT_BUCKETS)
+        self.num_computed_prompt_tokens = Histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens of a completion that no cache had", COUNT_BUCKETS)
+        self.max_tokens = Histogram("request_params_max_tokens", "max_tokens, where a request or a default sets it",
+                                    COUNT_BUCKETS)
+        self.num_choices = Histogram("request_params_n", "Completions asked for of a prompt", CHOICE_BUCKETS)
+        self.longest = Histogram("request_max_num_generation_tokens",
+                                 "Generated tokens of the longest completion of a prompt", COUNT_BUCKETS)
+        self.num_cached_prompt_tokens = 0
         self.num_finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -72,40 +87,73 @@ class Metrics(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        stats, model_name = self._engine.stats(), self._engine.info.model
+        stats, info = self._engine.stats(), self._engine.info
         for name, text, value in (
                 ("num_requests_running", "Sequences that run", stats.num_requests_running),
                 ("num_requests_waiting", "Sequences that wait", stats.num_requests_waiting),
                 ("kv_cache_usage_perc", "Share of the KV blocks in use, 1 is all", stats.kv_cache_usage)):
-            gauge = GaugeMetricFamily(f"troupe:{name}", text, labels=["model_name"])
-            gauge.add_metric([model_name], value)
+            gauge = GaugeMetricFamily(f"troupe:{name}", text, labels=LABELS)
+            gauge.add_metric([info.model, ENGINE], value)
             yield gauge
+        cache = GaugeMetricFamily("troupe:cache_config_info", "The KV cache, in labels",
+                                  labels=[*LABELS, "block_size", "num_gpu_blocks", "kv_cache_memory_bytes"])
+        cache.add_metric([info.model, ENGINE, str(BLOCK_SIZE), str(info.kv_capacity_tokens // BLOCK_SIZE),
+                          str(info.kv_bytes)], 1)
+        yield cache
+        startup = GaugeMetricFamily("troupe:startup_time_seconds", "Stages of the start, of which some overlap",
+                                    labels=[*LABELS, "stage"])
+        for stage, elapsed_s in info.startup_s:
+            startup.add_metric([info.model, ENGINE, stage], elapsed_s)
+        yield startup
         for name, text, value in (
                 ("prompt_tokens", "Prompt tokens computed", stats.prompt_tokens),
+                ("prompt_tokens_cached", "Prompt tokens of ended completions that a cache had",
+                 self.num_cached_prompt_tokens),
                 ("generation_tokens", "Tokens generated", stats.generation_tokens),
                 ("num_preemptions", "Sequences preempted", stats.num_preemptions),
                 ("engine_steps", "Steps of the engine", stats.num_steps),
                 ("engine_forward_seconds", "Time inside forward passes", stats.forward_s),
                 ("engine_busy_seconds", "Time with sequences running", stats.busy_s)):
-            counter = CounterMetricFamily(f"troupe:{name}", text, labels=["model_name"])
-            counter.add_metric([model_name], value)
+            counter = CounterMetricFamily(f"troupe:{name}", text, labels=LABELS)
+            counter.add_metric([info.model, ENGINE], value)
             yield counter
         success = CounterMetricFamily("troupe:request_success", "Completions by how they ended",
-                                      labels=["model_name", "finished_reason"])
+                                      labels=[*LABELS, "finished_reason"])
         for reason, count in self.num_finished.items():
-            success.add_metric([model_name, reason], count)
+            success.add_metric([info.model, ENGINE, reason], count)
         yield success
         for histogram in (self.time_to_first_token_s, self.inter_token_latency_s, self.time_per_output_token_s,
-                          self.e2e_latency_s, self.num_prompt_tokens, self.num_generation_tokens):
-            yield histogram.family(model_name)
+                          self.e2e_latency_s, self.decode_s, self.num_prompt_tokens, self.num_computed_prompt_tokens,
+                          self.num_generation_tokens, self.longest, self.num_choices, self.max_tokens):
+            yield histogram.family(info.model)
+
+
+class PromptMeter:
+    """What the completions of one prompt have in common."""
+    __slots__ = ("_longest", "_metrics", "_num_choices", "_num_left")
+
+    def __init__(self, metrics: Metrics, num_choices: int) -> None:
+        self._metrics = metrics
+        self._num_choices = self._num_left = num_choices
+        self._longest = 0
+
+    def finish(self, num_tokens: int) -> None:
+        """One of them has all its tokens."""
+        self._longest = max(self._longest, num_tokens)
+        self._num_left -= 1
+        if self._num_left == 0:
+            self._metrics.num_choices.observe(self._num_choices)
+            self._metrics.longest.observe(self._longest)
 
 
 class CompletionTimer:
-    """Times one completion by its deltas."""
-    __slots__ = ("_arrival_s", "_ended", "_first_s", "_last_s", "_metrics", "_num_tokens")
+    """Times one completion by its deltas, of which the first, that it is admitted, has no token."""
+    __slots__ = ("_arrival_s", "_ended", "_first_s", "_last_s", "_max_tokens", "_metrics", "_num_tokens", "_prompt")
 
-    def __init__(self, metrics: Metrics, arrival_s: float) -> None:
+    def __init__(self, metrics: Metrics, prompt: PromptMeter, arrival_s: float, max_tokens: int | None) -> None:
         self._metrics = metrics
+        self._prompt = prompt
+        self._max_tokens = max_tokens
         self._arrival_s = arrival_s             # time.monotonic()
         self._first_s = self._last_s = 0.0
         self._num_tokens = 0
@@ -124,12 +172,22 @@ class CompletionTimer:
             self._num_tokens += num_new
         if delta.finish is not None:
             self.end(delta.finish)
-            metrics.e2e_latency_s.observe(now_s - self._arrival_s)
-            metrics.num_generation_tokens.observe(self._num_tokens)
-            if delta.usage is not None:
-                metrics.num_prompt_tokens.observe(delta.usage.num_prompt_tokens)
-            if self._num_tokens > 1:
-                metrics.time_per_output_token_s.observe((self._last_s - self._first_s) / (self._num_tokens - 1))
+            self._finish(delta.usage, now_s)
+
+    def _finish(self, usage: Usage | None, now_s: float) -> None:
+        metrics, decode_s = self._metrics, self._last_s - self._first_s
+        metrics.e2e_latency_s.observe(now_s - self._arrival_s)
+        metrics.decode_s.observe(decode_s)
+        metrics.num_generation_tokens.observe(self._num_tokens)
+        self._prompt.finish(self._num_tokens)
+        if self._num_tokens > 1:
+            metrics.time_per_output_token_s.observe(decode_s / (self._num_tokens - 1))
+        if self._max_tokens is not None:
+            metrics.max_tokens.observe(self._max_tokens)
+        if usage is not None:
+            metrics.num_prompt_tokens.observe(usage.num_prompt_tokens)
+            metrics.num_computed_prompt_tokens.observe(usage.num_prompt_tokens - usage.num_cached_tokens)
+            metrics.num_cached_prompt_tokens += usage.num_cached_tokens
 
     def end(self, reason: str) -> None:
         """Count how it ended, once: stop, length, abort or error."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 import orjson
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
@@ -102,27 +102,31 @@ def _content(value: Any) -> str | list[dict[str, str]] | None:
     return [{"type": "text", "text": part["text"]} for part in value]
 
 
-def _prompt_list(value: Any) -> list[str | list[int]]:
-    """Any of the four forms of `prompt` (text, token ids, lists of both) → one entry a prompt."""
+class NamedPrompt(NamedTuple):
+    field: str                              # as errors call it: "prompt", or "prompt[3]" where there is a list
+    value: str | list[int]
+
+
+def _prompt_list(value: Any) -> list[NamedPrompt]:
+    """Any of the four forms of `prompt` (text, token ids, lists of both) → one entry a prompt.
+
+    NOTE: [] is one prompt without tokens; the engine starts it, as it does "", from a beginning-of-text token.
+    """
     if isinstance(value, str):
-        return [value]
+        return [NamedPrompt("prompt", value)]
     if not isinstance(value, list):
         raise FieldFault("", "must be a string, a list of token ids, or a list of these")
-    if not value:
-        raise FieldFault("", "must not be an empty list")
-    if type(value[0]) is int:
-        return [_token_ids("", value)]
+    if not value or type(value[0]) is int:
+        return [NamedPrompt("prompt", _token_ids("", value))]
     if len(value) > MAX_GENERATIONS:
         raise FieldFault("", f"at most {MAX_GENERATIONS} prompts, got {len(value)}")
-    return [prompt if isinstance(prompt, str) else _token_ids(f"[{number}]", prompt)
+    return [NamedPrompt(f"prompt[{number}]", prompt if isinstance(prompt, str) else _token_ids(f"[{number}]", prompt))
             for number, prompt in enumerate(value)]
 
 
 def _token_ids(where: str, value: Any) -> list[int]:
     if not isinstance(value, list):
         raise FieldFault(where, f"must be a string or a list of token ids, got {_shown(value)}")
-    if not value:
-        raise FieldFault(where, "must not be an empty list")
     for number, token_id in enumerate(value):
         if type(token_id) is not int or token_id < 0:
             raise FieldFault(f"{where}[{number}]", f"must be a token id, got {_shown(token_id)}")
@@ -148,7 +152,7 @@ class GenerationRequest(ParsedModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
-    min_tokens: int | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -211,6 +215,7 @@ class Message(ParsedModel):
 
 class ChatRequest(GenerationRequest):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -232,7 +237,7 @@ class ChatRequest(GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: Annotated[list[str | list[int]], PlainValidator(_prompt_list)]
+    prompt: Annotated[list[NamedPrompt], PlainValidator(_prompt_list)]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -240,6 +245,8 @@ class CompletionRequest(GenerationRequest):
     def _consistent_completion(self) -> CompletionRequest:
         if len(self.prompt) * self.num_choices > MAX_GENERATIONS:
             raise FieldFault("prompt", f"at most {MAX_GENERATIONS} prompts × n, got {len(self.prompt)} × {self.n}")
+        if self.max_tokens == 0 and not self.echo:
+            raise FieldFault("max_tokens", "must be at least 1 (0 only with echo)")
         return self
 
 

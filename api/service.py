@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from starlette.requests import Request
 
 from api.engine import Engine
-from api.errors import ApiError, engine_dead
+from api.errors import ApiError, engine_dead, shutting_down
 from api.metrics import Metrics
 
 
@@ -47,12 +47,16 @@ class Service:
     def ready_engine(self) -> Engine:
         """The engine, while it takes requests. Raises: ApiError (503)."""
         if self._draining:
-            raise ApiError(503, "The server is shutting down.", code="stopping")
+            raise shutting_down()
         if self._engine is None:
             raise ApiError(503, "The model is still being loaded.", code="starting")
         if self._engine.dead is not None:
-            raise engine_dead()
+            raise self.ended()
         return self._engine
+
+    def ended(self) -> ApiError:
+        """Why the engine answers no more: it died, or the server stops and could not wait for it any longer."""
+        return shutting_down() if self._draining else engine_dead()
 
     def check_model(self, name: str | None) -> None:
         """A name is compared with the served ones and used for nothing else. Raises: ApiError (404)."""

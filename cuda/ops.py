@@ -65,7 +65,11 @@ class Ops(Protocol):
         ...
 
     def allocate_kv(self, group: KVGroupSpec, num_blocks: int) -> Array:
-        """Zeroed KV cache of a group, opaque to the caller; passed back to store_kv, attend and copy_blocks."""
+        """Zeroed KV cache of a group, opaque to the caller; passed back to store_kv, attend and the block ops."""
+        ...
+
+    def allocate_tier(self, group: KVGroupSpec, num_blocks: int) -> Array:
+        """Host memory for blocks of a group, only for copy_blocks; bytes come back as they went."""
         ...
 
     def begin(self, batch: Batch) -> None:
@@ -121,8 +125,13 @@ class Ops(Protocol):
         """Run what is still outstanding; afterwards every result of this step may be read."""
         ...
 
-    def copy_blocks(self, cache: Array, pairs: Ints) -> None:
-        """Whole blocks [P, 2] (source, destination) of every layer of the group, before the step's forward pass."""
+    def copy_blocks(self, source: Array, destination: Array, pairs: Ints) -> None:
+        """Whole blocks [P, 2] (from, to) of every layer, before the step's forward pass and in order: a block may be a
+        later pair's source. `source` and `destination`: a group's cache and its tier, in any combination."""
+        ...
+
+    def poison_blocks(self, cache: Array, block_ids: Ints) -> None:
+        """For debugging: fill blocks [P] so that no result survives what is read of them, before the forward pass."""
         ...
 
     def close(self) -> None:

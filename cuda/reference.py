@@ -46,6 +46,9 @@ class ReferenceOps:
         assert group.k_dim == group.v_dim, "k and v share one array here"
         return np.zeros((len(group.layers), 2, num_blocks, group.kv_heads, BLOCK_SIZE, group.k_dim), np.float32)
 
+    def allocate_tier(self, group: KVGroupSpec, num_blocks: int) -> Floats:
+        return self.allocate_kv(group, num_blocks)
+
     def begin(self, batch: Batch) -> None:
         self.batch = batch
 
@@ -148,7 +151,10 @@ class ReferenceOps:
     def close(self) -> None:
         """Nothing to give back."""
 
-    def copy_blocks(self, cache: Floats, pairs: Ints) -> None:
+    def copy_blocks(self, source: Floats, destination: Floats, pairs: Ints) -> None:
         # NOTE: one by one and in order: a destination may be a later pair's source.
-        for source, destination in pairs:
-            cache[:, :, destination] = cache[:, :, source]
+        for old, new in pairs:
+            destination[:, :, new] = source[:, :, old]
+
+    def poison_blocks(self, cache: Floats, block_ids: Ints) -> None:
+        cache[:, :, block_ids] = np.nan

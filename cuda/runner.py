@@ -8,16 +8,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cuda.kv_cache import kv_groups
 from cuda.model import Transformer
-from cuda.ops import BLOCK_SIZE, Batch, Ints, Ops
+from cuda.ops import BLOCK_SIZE, Array, Batch, Ints, Ops
 from cuda.sampler import Sampled, Sampler, SlotSampling, TopLogprobs
 from weights.load import ModelWeights
 from weights.spec import ModelSpec
+
+Move: TypeAlias = tuple[int, int, int]      # (group, from, to)
 
 LOGITS_ROWS = 64                            # rows of logits in memory at a time: prompts with logprobs are long
 
@@ -38,14 +41,17 @@ class Runner:
     """Owns the model, the KV cache and the slots. Used by one thread."""
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights, ops: Ops, num_blocks: Sequence[int],
-                 max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
-        """num_blocks: one count a KV group."""
+                 max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int,
+                 num_tier_blocks: Sequence[int] | None = None) -> None:
+        """num_blocks, num_tier_blocks: on the device and in host memory, one count a KV group each."""
         self.spec, self.ops = spec, ops
         self.groups = kv_groups(spec)
         # A step can hold a row of every decoding slot beside its chunks' budget.
         prepared = ops.prepare(spec, weights, max(max_num_batched_tokens, max_num_seqs), max_model_len)
         self.model = Transformer(spec, prepared, ops, self.groups)
         self.caches = [ops.allocate_kv(group, n) for group, n in zip(self.groups, num_blocks, strict=True)]
+        self.tiers = [ops.allocate_tier(group, n) if n else None
+                      for group, n in zip(self.groups, num_tier_blocks or [0] * len(self.groups), strict=True)]
         self.sampler = Sampler(max_num_seqs, spec.vocab_size)
         self.max_num_tokens = max(max_num_batched_tokens, max_num_seqs)
 
@@ -89,12 +95,23 @@ class Runner:
         self.block_tables[group][slot, start:start + len(block_ids)] = block_ids
         self.num_table_entries[group, slot] = start + len(block_ids)
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """(group, source, destination) each, in order, before the next step's forward pass."""
-        for group in range(len(self.groups)):
-            pairs = [(source, destination) for g, source, destination in copies if g == group]
-            if pairs:
-                self.ops.copy_blocks(self.caches[group], np.array(pairs, np.int32))
+    def move_blocks(self, tier_out: Sequence[Move], copies: Sequence[Move], poisoned: Sequence[tuple[int, int]],
+                    tier_in: Sequence[Move]) -> None:
+        """As in `StepPlan`, in this order, before the next step's forward pass."""
+        self._copy_blocks(tier_out, self.caches, self.tiers)
+        self._copy_blocks(copies, self.caches, self.caches)
+        for group, cache in enumerate(self.caches):
+            block_ids = [block_id for g, block_id in poisoned if g == group]
+            if block_ids:
+                self.ops.poison_blocks(cache, np.array(block_ids, np.int32))
+        self._copy_blocks(tier_in, self.tiers, self.caches)
+
+    def _copy_blocks(self, moves: Sequence[Move], sources: Sequence[Array], destinations: Sequence[Array]) -> None:
+        if moves:
+            for group, (source, destination) in enumerate(zip(sources, destinations, strict=True)):
+                pairs = [(old, new) for g, old, new in moves if g == group]
+                if pairs:
+                    self.ops.copy_blocks(source, destination, np.array(pairs, np.int32))
 
     def step(self, chunks: Sequence[tuple[int, int, int]], resting: Sequence[int],
              num_tokens: int | None = None) -> StepOutput:

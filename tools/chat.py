@@ -18,11 +18,11 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 from actors.messages import Usage
 from actors.sampling_params import SamplingParams
@@ -33,10 +33,11 @@ from tools.chat_backends import (
     ContextFull,
     EngineBackend,
     Messages,
+    NoChatTemplate,
     ServerBackend,
     StartError,
 )
-from tools.chat_screen import Answer, MarkdownAnswer, PlainAnswer, clean, typing_waits
+from tools.chat_screen import Answer, MarkdownAnswer, OutputLost, PlainAnswer, clean, typing_waits
 from tools.client_args import SWITCH_INTERVAL_S, EngineFactory, reject_engine_args
 from tools.engine_args import add_engine_args, engine_config, start_logging
 from tools.openai_stream import first_model
@@ -87,11 +88,12 @@ class Reply:
 class Chat:
     """A conversation: the messages so far, and how the next one is answered."""
 
-    def __init__(self, backend: Backend, open_answer: Callable[[], Answer], system: str, max_tokens: int | None,
-                 show_stats: bool, interactive: bool) -> None:
+    def __init__(self, backend: Backend, open_answer: Callable[[], Answer], system: str, raw: bool,
+                 max_tokens: int | None, show_stats: bool, interactive: bool) -> None:
         self.backend = backend
         self.open_answer = open_answer
         self.system = system
+        self.raw = raw                      # complete text where the model does not answer messages
         self.max_tokens = max_tokens
         self.show_stats = show_stats
         self.interactive = interactive
@@ -102,11 +104,9 @@ class Chat:
 
     async def ask(self, question: str) -> Outcome:
         """Stream one answer. Ctrl-C stops it, in a conversation; a partial answer stays in the conversation."""
-        message = {"role": "user", "content": question}
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        prompt = [*system, *self.history, message] if self.backend.has_chat_template else question
+        message = {"role": "user", "content": question.strip()}
         reply = Reply(start_s=time.perf_counter())
-        stream = asyncio.create_task(self._stream(prompt, reply))
+        stream = asyncio.create_task(self._answer(message, question, reply))
         loop = asyncio.get_running_loop()
         with _on_interrupt(lambda *_: loop.call_soon_threadsafe(stream.cancel)):
             await asyncio.wait([stream])
@@ -123,6 +123,20 @@ class Chat:
             outcome = Outcome.DONE
         self._remember(message, reply, outcome)
         return outcome
+
+    async def _answer(self, message: dict[str, str], text: str, reply: Reply) -> None:
+        """Answer `message`, or complete `text`. Raises: AnswerError."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        if self.backend.has_chat_template:
+            try:
+                await self._stream([*system, *self.history, message], reply)
+                return
+            except NoChatTemplate:          # a server says so only now
+                if not self.raw:
+                    raise BackendLost(_needs_raw(self.backend)) from None
+        if system:
+            raise AnswerError(_has_no_system(self.backend))
+        await self._stream(text, reply)
 
     async def _stream(self, prompt: str | Messages, reply: Reply) -> None:
         with self.open_answer() as answer:
@@ -158,7 +172,7 @@ class Chat:
                     + ("; /reset makes room" if self.interactive else ""))
         if self.max_tokens is not None:
             return f"the answer was cut off after --max-tokens {self.max_tokens}"
-        return "the server cut the answer off"
+        return "the answer was cut off at the model's or the server's own limit; --max-tokens sets another"
 
     def command(self, name: str, argument: str) -> bool:
         """Carry out `/name argument`; whether the conversation goes on."""
@@ -197,7 +211,7 @@ class Chat:
             return Outcome.DONE if self.command(match[1], (match[2] or "").strip()) else None
         if not line.strip():
             return Outcome.DONE
-        return await self.ask(line.strip() if self.backend.has_chat_template else line.rstrip("\r\n"))
+        return await self.ask(line.rstrip("\r\n"))
 
 
 async def converse(chat: Chat) -> int:
@@ -228,7 +242,11 @@ async def answer_lines(chat: Chat) -> int:
     while True:
         # NOTE: asyncio's own handler would wait for this call to come back, which may be never.
         with _on_interrupt(signal.default_int_handler):
-            line = sys.stdin.readline()
+            try:
+                line = sys.stdin.readline()
+            except OSError as error:
+                _note(f"standard input cannot be read: {error.strerror or error}")
+                return 1
         if not line:
             return code
         outcome = await chat.handle(line)
@@ -258,7 +276,17 @@ def _on_interrupt(handler: Callable[[int, FrameType | None], Any]) -> Iterator[N
 
 
 def _note(line: str) -> None:
-    print(f"({line})", file=sys.stderr, flush=True)
+    with suppress(OSError):                 # answers are what matters
+        print(f"({line})", file=sys.stderr, flush=True)
+
+
+def _needs_raw(backend: Backend) -> str:
+    return (f"{backend.name} has no chat template: it completes text and does not answer questions. --raw completes "
+            f"each input as it is; --model chooses another model")
+
+
+def _has_no_system(backend: Backend) -> str:
+    return f"{backend.name} has no chat template, and so no place for a system prompt"
 
 
 @asynccontextmanager
@@ -308,11 +336,10 @@ async def chat_with_model(args: argparse.Namespace, given: dict[str, Any], engin
     interactive = args.question is None and sys.stdin.isatty() and sys.stdout.isatty()
     async with _open_backend(args, given, engine_factory, default_model, interactive) as backend:
         if not backend.has_chat_template and not args.raw:
-            raise StartError(f"{backend.name} has no chat template: it completes text and does not answer questions. "
-                             "--raw completes each input as it is; --model chooses another model")
+            raise StartError(_needs_raw(backend))
         if not backend.has_chat_template and args.system:
-            raise StartError(f"--system: {backend.name} has no chat template, and so no place for a system prompt")
-        chat = Chat(backend, _answer_opener(args.raw, interactive), clean(args.system), args.max_tokens,
+            raise StartError(f"--system: {_has_no_system(backend)}")
+        chat = Chat(backend, _answer_opener(args.raw, interactive), clean(args.system), args.raw, args.max_tokens,
                     show_stats=interactive or args.stats or sys.stderr.isatty(), interactive=interactive)
         if args.question is not None:
             return await answer_once(chat, args.question)
@@ -339,7 +366,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("question", nargs="?", help="answered once; without it a conversation begins")
     parser.add_argument("--system", default="", metavar="TEXT", help="the system prompt")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: the model's own, or 0)")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="of each answer (default: what the context holds)")
+    parser.add_argument("--max-tokens", type=int, metavar="N", 
+                        help="of each answer (default: the model's own limit, or what the context holds)")
     parser.add_argument("--raw", action="store_true",
                         help="show text as it comes, without Markdown; a model without a chat template, which is "
                              "refused otherwise, then completes each input as plain text")
@@ -356,6 +384,8 @@ def run(argv: Sequence[str], engine_factory: EngineFactory | None = None) -> int
     default_model = parser.get_default("model")
     parser.set_defaults(model=None)         # a server's model is the first that it lists
     args = parser.parse_args(argv)
+    if not _mend_streams():
+        return _fail("standard output is closed", 1)
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -377,15 +407,36 @@ def run(argv: Sequence[str], engine_factory: EngineFactory | None = None) -> int
     except StartError as error:
         return _fail(str(error))
     except BrokenPipeError:                 # the reader, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # what Python flushes at exit ends there
+        _discard(sys.stdout)
         return 0
+    except OutputLost as error:
+        _discard(sys.stdout)
+        return _fail(str(error), 1)
     except KeyboardInterrupt:
         return 130
 
 
-def _fail(line: str) -> int:
+def _mend_streams() -> bool:
+    """Python has None for standard streams that are closed: nothing comes in, and notes go nowhere.
+
+    Whether there is a place for answers.
+    """
+    # NOTE: in this order; else what is opened for one of them would take the number, and so the role, of another.
+    sys.stdin = sys.stdin or open(os.devnull)
+    has_output = sys.stdout is not None
+    sys.stdout = sys.stdout or open(os.devnull, "w")
+    sys.stderr = sys.stderr or open(os.devnull, "w")
+    return has_output
+
+
+def _discard(stream: TextIO) -> None:
+    """What is still in its buffer, and would fail again when Python flushes it at the end, goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _fail(line: str, code: int = 2) -> int:
     print(f"chat: {line}", file=sys.stderr)
-    return 2
+    return code
 
 
 def main() -> int:

@@ -31,6 +31,10 @@ class ContextFull(AnswerError):
     """The conversation is longer than the model's context."""
 
 
+class NoChatTemplate(AnswerError):
+    """The model completes text: it was asked to answer messages."""
+
+
 class BackendLost(AnswerError):
     """Nothing will be answered any more."""
 
@@ -90,7 +94,7 @@ class ServerBackend:
         self._body = {"model": model} | given
         self.name = model
         self.context_tokens: int | None = None
-        self.has_chat_template = True       # a server without one says so when it is asked
+        self.has_chat_template = True       # until the server says that it has none
 
     async def answer(self, prompt: str | Messages) -> AsyncGenerator[Chunk, None]:
         body = self._body | ({"prompt": prompt} if isinstance(prompt, str) else {"messages": prompt})
@@ -99,6 +103,9 @@ class ServerBackend:
                 async for chunk in chunks:
                     yield chunk
         except ServerError as error:
+            if error.status == 400 and "messages" in body and "chat template" in str(error).lower():
+                self.has_chat_template = False
+                raise NoChatTemplate(str(error)) from None
             if error.code == "context_length_exceeded":
                 raise ContextFull(str(error)) from None
             raise _refused(str(error)) if error.status == 400 else AnswerError(str(error)) from None

@@ -31,6 +31,10 @@ def clean(text: str) -> str:
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
+class OutputLost(Exception):
+    """What is written reaches nobody; str() is one line for the user."""
+
+
 class Answer(Protocol):
     """The place on the screen for one answer; leaving the block ends its last line."""
 
@@ -55,17 +59,25 @@ class PlainAnswer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  traceback: TracebackType | None) -> None:
-        if not isinstance(error, BrokenPipeError) and (self._line_open or error is None):
-            self._stream.write("\n" if self._line_open else "")
-            self._stream.flush()
+        if self._line_open and not isinstance(error, (BrokenPipeError, OutputLost)):
+            self._put("\n")
 
     def write(self, text: str) -> None:
         if self._on_terminal:
             text = text.translate(_CONTROLS)
         if text:
+            self._put(text)
+            self._line_open = not text.endswith("\n")
+
+    def _put(self, text: str) -> None:
+        """Raises: BrokenPipeError where the reader is gone; OutputLost, such as for a full disk."""
+        try:
             self._stream.write(text)
             self._stream.flush()
-            self._line_open = not text.endswith("\n")
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputLost(f"standard output: {error.strerror or error}") from None
 
 
 class MarkdownAnswer:

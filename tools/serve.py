@@ -117,7 +117,7 @@ async def serve(args: argparse.Namespace, listener: socket.socket, signals: Sign
         async with (engine_factory or Engine.start)(args.model, progress=log.info, **settings) as engine:
             signals.expect_stop()
             service.serve(engine)
-            _log_start(engine.info, time.monotonic() - begin_s, args)
+            _log_start(engine.info, time.monotonic() - begin_s)
             await _until_asked_or_dead(engine, signals.stop)
             if engine.dead is not None:
                 _say(f"the engine ended: {engine.dead}")
@@ -144,14 +144,17 @@ async def _until_asked_or_dead(engine: Engine, stop: asyncio.Event) -> None:
             pass
 
 
-def _log_start(info: EngineInfo, elapsed_s: float, args: argparse.Namespace) -> None:
+def _log_start(info: EngineInfo, elapsed_s: float) -> None:
     log.info("model %s (%s) from %s", ", ".join(info.model_names), info.architecture, info.model_path)
     log.info("device %s: %s", info.device, info.device_reason)
+    log.info("weights: %.1f MiB in memory, %.1f MiB in the file", info.weight_bytes / 2**20, info.file_bytes / 2**20)
     log.info("stop tokens: %s", ", ".join(
         f"{token_id} {token!r}" for token_id, token in zip(info.stop_token_ids, info.stop_tokens, strict=True)))
     log.info("KV cache: %d tokens in %.0f MiB, enough for %.1f sequences of the full %d tokens",
              info.kv_capacity_tokens, info.kv_bytes / 2**20, info.kv_capacity_tokens / info.max_model_len,
              info.max_model_len)
+    log.info("a step computes at most %d tokens: a running answer waits for its next token no longer than such a step "
+             "takes", info.max_num_batched_tokens)
     log.info("ready after %.2f s", elapsed_s)
 
 

@@ -21,8 +21,12 @@ from weights.token_bytes import TokenBytes, TokenDecoder
 # NOTE: many GGUF converters leave eot_token_id out; a chat model from such a file would never stop.
 END_OF_TURN_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
 
-# What generation_config.json may advise. True: only for sampling, so not for a model that asks for greedy decoding.
-_SAMPLING_DEFAULTS = {"temperature": True, "top_p": True, "top_k": True, "min_p": True, "repetition_penalty": False}
+# What generation_config.json may advise, and what it is called here. True: only for sampling, so not for a model that
+# asks for greedy decoding.
+_SAMPLING_DEFAULTS = {
+    "temperature": ("temperature", True), "top_p": ("top_p", True), "top_k": ("top_k", True), "min_p": ("min_p", True),
+    "repetition_penalty": ("repetition_penalty", False), "max_new_tokens": ("max_tokens", False)}
+_INTEGER_DEFAULTS = ("top_k", "max_new_tokens")
 
 _NOT_SPECIAL = 0                            # what `_special_finder` says of everything but control tokens
 _FIRST_PLACEHOLDER = 0xF0000                # Supplementary Private Use Area-A: characters without a meaning
@@ -411,11 +415,11 @@ def _folder_template(folder: Path, settings: dict[str, Any]) -> str | None:
 def _sampling_defaults(generation: dict[str, Any], path: Path) -> dict[str, float]:
     greedy = generation.get("do_sample") is False       # said outright; transformers' silence does not mean it
     defaults: dict[str, float] = {}
-    for name, for_sampling in _SAMPLING_DEFAULTS.items():
+    for name, (parameter, for_sampling) in _SAMPLING_DEFAULTS.items():
         value = generation.get(name)
         if value is None or (greedy and for_sampling):
             continue
-        if isinstance(value, bool) or not isinstance(value, int if name == "top_k" else int | float):
+        if isinstance(value, bool) or not isinstance(value, int if name in _INTEGER_DEFAULTS else int | float):
             raise ValueError(f"{path}: {name} {value!r} is not a number")
-        defaults[name] = value
+        defaults[parameter] = value
     return defaults

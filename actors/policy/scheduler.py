@@ -4,14 +4,15 @@ A round is `wants` → the KV pool's answer → maybe `preempt` → its answer �
 only then is it known what the pool granted.
 
 NOTE: there is no prefill phase and no decode phase. A sequence has tokens known and tokens planned, and each step
-plans some of those between (see `Sequence`). Order is by arrival. Running sequences precede waiting ones in it, so
-that the tail of `running` is the one to preempt and the head of `waiting` the place to put it back.
+plans some of those between (see `Sequence`). Who comes first is the order's matter; running sequences precede waiting
+ones in any, so that the tail of `running` is the one to preempt and the head of `waiting` the place to put it back.
 """
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import TypeAlias
 
 from actors.messages import (
@@ -20,6 +21,7 @@ from actors.messages import (
     Grant,
     NewSequence,
     NewTokens,
+    Release,
     Reserve,
     Reserved,
     SequenceTokens,
@@ -29,9 +31,12 @@ from actors.messages import (
     TopLogprobs,
     Want,
 )
-from actors.policy.block_pool import BLOCK_SIZE, Group
+from actors.policy.admission import QueueLimits, find_refusal, retry_after_s
+from actors.policy.kv_group import BLOCK_SIZE, Group
+from actors.policy.order import check_policy, make_order
+from actors.policy.output import Output
 from actors.policy.sequence import Sequence
-from actors.policy.stopping import find_finish, find_refusal
+from actors.policy.stopping import find_finish
 
 SchedulerMessage: TypeAlias = NewSequence | Abort | StepResult
 
@@ -47,11 +52,16 @@ class SchedulerConfig:
     max_model_len: int                      # prompt and answer together
     groups: tuple[Group, ...]               # of the KV pool
     overlap: int = 0                        # steps launched before the results of the one before them are read
+    scheduling_policy: str = "fcfs"         # see actors/policy/order.py
+    ttft_target_s: float | None = None      # of policy deadline: arrival to first token
+    itl_target_s: float | None = None       # likewise: between two tokens
+    queue: QueueLimits = QueueLimits()
 
     def __post_init__(self) -> None:
         for name, low in (("max_num_seqs", 1), ("max_model_len", 1), ("overlap", 0)):
             if getattr(self, name) < low:
                 raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
+        check_policy(self.scheduling_policy, self.ttft_target_s, self.itl_target_s)
         if self.max_num_batched_tokens < self.max_num_seqs:     # every decoding sequence must find room in a step
             raise ValueError(f"max_num_batched_tokens must be at least max_num_seqs = {self.max_num_seqs}, "
                              f"got {self.max_num_batched_tokens}")
@@ -64,6 +74,8 @@ class SchedulerStats:
     num_waiting: int = 0
     num_preemptions: int = 0
     prompt_tokens: int = 0                  # planned in chunks: prompts, and what is recomputed after preemption
+    prefix_cache_queries: int = 0           # tokens of sequences that entered for the first time
+    prefix_cache_hits: int = 0              # of these, found in the prefix cache
     generation_tokens: int = 0
     num_steps: int = 0                      # reported
     step_s: float = 0.0                     # in forward passes and sampling
@@ -74,17 +86,18 @@ class _Round:
     """A step in the making."""
     token_budget: int                       # for the wants
     ready: list[Sequence]                   # decode one token in blocks that they hold
-    chunks: list[tuple[Sequence, int]]      # (sequence, end) likewise
     resting: list[Sequence]                 # all planned, results outstanding
     wants: dict[str, Want]
     grants: tuple[Grant, ...] = ()          # of the first answer, where there was a second one
-    copies: tuple[tuple[int, int, int], ...] = ()
+    poisoned: tuple[tuple[int, int], ...] = ()      # likewise
     has_preempted: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _Step:
     """A step in flight. Results name slots; whose they were is remembered here, as slots are given on meanwhile."""
+    num_decoding: int
+    num_chunk_tokens: int
     rows: dict[int, Sequence] = field(default_factory=dict)             # by slot
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)    # (sequence, end)
 
@@ -92,18 +105,26 @@ class _Step:
 class SchedulerPolicy:
     """See the module's docstring."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = monotonic) -> None:
         self.config = config
+        self.clock = clock
         self.stats = SchedulerStats()
-        self.running: dict[str, Sequence] = {}                          # in order of arrival
-        self.waiting: OrderedDict[str, Sequence] = OrderedDict()        # in order of arrival
+        self.running: dict[str, Sequence] = {}                          # the last one yields first
+        self.waiting: OrderedDict[str, Sequence] = OrderedDict()        # in order of arrival, the preempted first
+        self.order = make_order(config.scheduling_policy, config.ttft_target_s, config.itl_target_s, self.running,
+                                self.waiting)
+        self._starved = False                                           # the first who waits, in the last round
+        self._num_arrivals = 0
         self._free_slots = list(range(config.max_num_seqs))[::-1]
-        self._releases: list[str] = []                                  # for the next Reserve
+        self._releases: list[Release] = []                              # for the next Reserve, as the next two
+        self._failed_steps: list[int] = []
+        self._forgotten: list[tuple[bytes, ...]] = []
+        self._tier_out: list[tuple[int, int, int]] = []                 # for the next StepPlan, as the next one
         self._ended: list[int] = []                                     # for the next StepPlan
         self._round: _Round | None = None
         self._next_step_id = 0
         self._steps: dict[int, _Step] = {}                              # in flight, in the order sent
-        self._output: list[SequenceTokens] = []
+        self._output = Output()
 
     @property
     def num_in_flight(self) -> int:
@@ -136,23 +157,28 @@ class SchedulerPolicy:
         self._count()
 
     def take_output(self) -> NewTokens | None:
-        """What sequences got since the last call, in order. A sequence may have several rows, `finish` in its last."""
-        if not self._output:
-            return None
-        rows, self._output = tuple(self._output), []
-        return NewTokens(self._next_step_id - self.num_in_flight - 1, rows)
+        """What sequences got since the last call. A sequence may have several entries, `finish` in its last."""
+        return self._output.take(self._next_step_id - self.num_in_flight - 1)
 
     def _arrive(self, request: NewSequence) -> None:
         is_known = request.request_id in self.running or request.request_id in self.waiting
         assert not is_known, f"request {request.request_id} is here already"
         room = max(0, self.config.max_model_len - len(request.token_ids))
-        sequence = Sequence(request, min(request.max_tokens, room))
+        sequence = Sequence(request, min(request.max_tokens, room), self._num_arrivals)
+        self._num_arrivals += 1
         refusal = find_refusal(sequence, self.config.max_model_len, self.config.groups)
         if refusal:
-            self._output.append(SequenceTokens(
-                request.request_id, finish="rejected", error=refusal, usage=sequence.usage()))
-        else:
-            self.waiting[request.request_id] = sequence
+            self._finish(sequence, "rejected", error=refusal)
+            return
+        overload = self.config.queue.find_overload(sequence, self.waiting.values(), len(self._free_slots))
+        if overload:
+            seconds_per_token = self.stats.step_s / max(1, self.stats.prompt_tokens + self.stats.generation_tokens)
+            self._finish(sequence, "rejected", error=overload,
+                         retry_after_s=retry_after_s(self.waiting.values(), seconds_per_token))
+            return
+        self.order.arrive(sequence)
+        self.waiting[request.request_id] = sequence
+        self._output.accepted.append(request.request_id)
 
     def _abort(self, abort: Abort) -> None:
         sequence = self.running.get(abort.request_id) or self.waiting.get(abort.request_id)
@@ -171,12 +197,19 @@ class SchedulerPolicy:
         del self._steps[step_id]
         self.stats.num_steps += 1
         self.stats.step_s += result.elapsed_s
+        self.order.observe(step.num_decoding, step.num_chunk_tokens, result.elapsed_s)
         if result.error:
-            for sequence in step.rows.values():
+            self._failed_steps.append(step_id)
+            sharing = [sequence for sequence in (*self.running.values(), *self.waiting.values())
+                       if step_id in sequence.depends]
+            for sequence in (*step.rows.values(), *sharing):
                 self._fail(sequence, result.error)
             return
         for slot, reason in result.failed:
-            self._fail(step.rows[slot], reason)
+            # NOTE: the fault may come from any token before, in blocks of earlier steps. Who shares one that is not
+            # finite sees it in his own logits.
+            self._forgotten.append(tuple(step.rows[slot].keys))
+            self._fail(step.rows[slot], reason, forget=True)
         if result.prompt_slots:
             self._take_prompt_logprobs(result, step)
         for sequence, end in step.chunks:
@@ -200,27 +233,32 @@ class SchedulerPolicy:
                 sequence.num_prompt_logprobs = position + 1
                 rows.setdefault(sequence.request_id, []).append((position, logprob, top_logprobs))
         for request_id, prompt_logprobs in rows.items():
-            self._output.append(SequenceTokens(request_id, prompt_logprobs=tuple(prompt_logprobs)))
+            self._output.rows.append(SequenceTokens(request_id, prompt_logprobs=tuple(prompt_logprobs)))
 
     def _take_tokens(self, result: StepResult, step: _Step) -> None:
+        rows, output = step.rows, self._output
         num_taken = 0
         for index, (slot, position, token_id) in enumerate(
                 zip(result.slots, result.positions, result.token_ids, strict=True)):
-            sequence = step.rows[slot]
-            if not sequence.is_alive or position != sequence.num_known_tokens:
+            sequence = rows[slot]
+            if position != sequence.num_known_tokens or not sequence.is_alive:
                 continue
             num_taken += 1
             sequence.output_ids.append(token_id)
             sequence.num_known_tokens = position + 1
             if sequence.slot >= 0:
                 sequence.num_computed_tokens = position
+            finish = find_finish(sequence, token_id)
+            if finish is None and sequence.is_plain:
+                output.request_ids.append(sequence.request_id)
+                output.token_ids.append(token_id)
+                continue
             logprobs: tuple[float, ...] = ()
             top_logprobs: tuple[TopLogprobs, ...] = ()
             if sequence.request.sampling.logprobs is not None:
                 logprobs, top_logprobs = (result.logprobs[index],), (result.top_logprobs[index],)
-            finish = find_finish(sequence, token_id)
             if finish is None:
-                self._output.append(SequenceTokens(sequence.request_id, (token_id,), logprobs, top_logprobs))
+                output.rows.append(SequenceTokens(sequence.request_id, (token_id,), logprobs, top_logprobs))
             else:
                 self._remove(sequence)
                 self._finish(sequence, finish, (token_id,), logprobs, top_logprobs)
@@ -230,10 +268,11 @@ class SchedulerPolicy:
 
     def wants(self) -> Reserve:
         """Begin a round: what the next step would like, running sequences first, each token of an answer before any
-        chunk. Whoever needs no block is not in it; its tokens are off the budget."""
+        chunk. Answers that need no block are not in it; their tokens are off the budget."""
         assert self._round is None, "a round is under way"
+        now_s = self.clock()
+        has_preempted = self._yield_to_waiting(now_s)
         ready: list[Sequence] = []
-        chunks: list[tuple[Sequence, int]] = []
         resting: list[Sequence] = []
         wants: dict[str, Want] = {}
         unfinished: list[Sequence] = []     # prefilling
@@ -246,31 +285,51 @@ class SchedulerPolicy:
             elif num_planned < sequence.num_reserved_tokens:
                 ready.append(sequence)
             else:
-                wants[sequence.request_id] = Want(sequence.request_id, num_planned, num_planned + 1)
-        token_budget = self.config.max_num_batched_tokens - len(ready)
-        num_left = token_budget - len(wants)
+                wants[sequence.request_id] = sequence.next_want(num_planned, num_planned + 1)
+        num_decoding = len(ready) + len(wants)
+        num_left = self.order.limit_prefill(num_decoding, self.config.max_num_batched_tokens - num_decoding)
+        token_budget = len(wants) + num_left
         for sequence in unfinished:
             start = sequence.num_planned_tokens
             end = min(sequence.num_started_tokens, start + num_left)
             if end == start:
                 break
             num_left -= end - start
-            if end <= sequence.num_reserved_tokens:
-                chunks.append((sequence, end))
-                token_budget -= end - start
-            else:
-                wants[sequence.request_id] = Want(sequence.request_id, start, end)
-        num_slots = len(self._free_slots)
-        for sequence in self.waiting.values():
-            # A preempted sequence comes back with all its tokens known, else the device would choose some again.
-            if num_left <= 0 or num_slots == 0 or sequence.last_step_id in self._steps:
-                break
-            wants[sequence.request_id] = Want(sequence.request_id, 0, sequence.num_known_tokens)
-            num_left -= sequence.num_known_tokens
-            num_slots -= 1
-        self._round = _Round(token_budget, ready, chunks, resting, wants)
-        releases, self._releases = tuple(self._releases), []
-        return Reserve(self._next_step_id, releases, token_budget, tuple(wants.values()))
+            wants[sequence.request_id] = sequence.next_want(start, end)
+        num_in_order = len(wants)
+        if num_left > 0 and self._free_slots and self.waiting:
+            # As many as there are slots for: how few tokens are left of their prompts the pool alone knows.
+            picked, num_picked_in_order = self.order.pick(len(self._free_slots), now_s)
+            num_in_order += num_picked_in_order
+            for sequence in picked:
+                # A preempted sequence comes back with all its tokens known, else the device would choose some again.
+                if sequence.last_step_id in self._steps:
+                    break
+                wants[sequence.request_id] = sequence.first_want()
+        self._round = _Round(token_budget, ready, resting, wants, has_preempted=has_preempted)
+        return self._reserve(token_budget, tuple(wants.values()), num_in_order)
+
+    def _yield_to_waiting(self, now_s: float) -> bool:
+        """Take slot and blocks of a running sequence that yields to a waiting one, if that lacks them.
+
+        NOTE: before a round, not within it: the others' blocks of this step may be shared already by who enters.
+        """
+        if self._free_slots and not self._starved:
+            return False
+        victim = self.order.find_victim(now_s)
+        if victim is None:
+            return False
+        self._preempt(victim)
+        return True
+
+    def _reserve(self, token_budget: int, wants: tuple[Want, ...], num_in_order: int) -> Reserve:
+        reserve = Reserve(
+            self._next_step_id, tuple(self._releases), token_budget, wants,
+            reported_step_id=next(iter(self._steps), self._next_step_id) - 1,
+            failed_steps=tuple(self._failed_steps), forgotten=tuple(self._forgotten), num_in_order=num_in_order,
+            num_slots=len(self._free_slots))
+        self._releases, self._failed_steps, self._forgotten = [], [], []
+        return reserve
 
     def preempt(self, reserved: Reserved) -> Reserve | None:
         """If running sequences starve, take the blocks of those at the tail and ask once more; None if none must yield.
@@ -297,20 +356,25 @@ class SchedulerPolicy:
             return None
         this.has_preempted = True
         this.ready = [sequence for sequence in this.ready if sequence.slot >= 0]
-        this.chunks = [(sequence, end) for sequence, end in this.chunks if sequence.slot >= 0]
         this.resting = [sequence for sequence in this.resting if sequence.slot >= 0]
         this.grants = tuple(grant for grant in reserved.grants if grant.request_id not in preempted)
-        this.copies = reserved.copies
+        # Who entered did so because nobody starved: what was granted to running sequences moves no block but out.
+        assert reserved.copies == reserved.tier_in == (), "a newcomer got blocks that a running sequence lacks"
+        self._tier_out += reserved.tier_out
+        this.poisoned = reserved.poisoned
         token_budget = this.token_budget - sum(grant.num_new_tokens for grant in this.grants)
-        releases, self._releases = tuple(self._releases), []
-        return Reserve(reserved.step_id, releases, token_budget, tuple(this.wants[name] for name in starved))
+        return self._reserve(token_budget, tuple(      # the pool remembers what they told
+            Want(request_id, this.wants[request_id].start, this.wants[request_id].end) for request_id in starved),
+            num_in_order=len(starved))
 
     def plan(self, reserved: Reserved) -> StepPlan | None:
         """End the round: fix the counts. None if no row can run until a result comes."""
         this = self._current_round(reserved)
         self._round = None
+        self._tier_out += reserved.tier_out
         started: list[StartedSequence] = []
         new_blocks: list[tuple[int, int, tuple[int, ...]]] = []
+        chunks: list[tuple[Sequence, int]] = []
         for grant in (*this.grants, *reserved.grants):
             del this.wants[grant.request_id]
             sequence = self.running.get(grant.request_id)
@@ -321,40 +385,40 @@ class SchedulerPolicy:
                 new_blocks += [(sequence.slot, group, ids) for group, ids in enumerate(grant.new_block_ids) if ids]
             sequence.num_reserved_tokens += len(grant.new_block_ids[0]) * BLOCK_SIZE
             if sequence.num_planned_tokens < sequence.num_started_tokens:
-                this.chunks.append((sequence, sequence.num_planned_tokens + grant.num_new_tokens))
+                chunks.append((sequence, sequence.num_planned_tokens + grant.num_new_tokens))
             else:
                 this.ready.append(sequence)
+        self._starved = any(request_id in self.waiting for request_id in reserved.starved)
         for request_id in this.wants:       # starved
             sequence = self.running.get(request_id)
             if sequence is not None and sequence.num_planned_tokens >= sequence.num_started_tokens:
                 this.resting.append(sequence)
 
-        step = _Step(chunks=this.chunks)
+        step = _Step(len(this.ready), sum(end - sequence.num_planned_tokens for sequence, end in chunks), chunks=chunks)
         for sequence in this.ready:
             sequence.num_planned_tokens += 1
             step.rows[sequence.slot] = sequence
-        chunks: list[tuple[int, int, int]] = []
-        num_chunk_tokens = 0
-        for sequence, end in this.chunks:
+        chunk_rows: list[tuple[int, int, int]] = []
+        for sequence, end in chunks:
             start, sequence.num_planned_tokens = sequence.num_planned_tokens, end
             step.rows[sequence.slot] = sequence
-            chunks.append((sequence.slot, start, end))
-            num_chunk_tokens += end - start
+            chunk_rows.append((sequence.slot, start, end))
         self._count()
         if not step.rows:
             assert self._steps or this.has_preempted or not (self.running or self.waiting), (
                 "no step is in flight and the head of the line does not fit")
             return None
-        num_tokens = len(this.ready) + num_chunk_tokens
+        num_tokens = step.num_decoding + step.num_chunk_tokens
         assert num_tokens <= self.config.max_num_batched_tokens, f"{num_tokens} rows are over the budget"
-        self.stats.prompt_tokens += num_chunk_tokens
+        self.stats.prompt_tokens += step.num_chunk_tokens
         plan = StepPlan(
             step_id=self._next_step_id, ended=tuple(self._ended), started=tuple(started), new_blocks=tuple(new_blocks),
-            copies=this.copies + reserved.copies, chunks=tuple(chunks),
-            resting=tuple(sequence.slot for sequence in this.resting), num_tokens=num_tokens)
+            tier_out=tuple(self._tier_out), copies=reserved.copies, poisoned=this.poisoned + reserved.poisoned,
+            tier_in=reserved.tier_in, chunks=tuple(chunk_rows),
+            resting=tuple([sequence.slot for sequence in this.resting]), num_tokens=num_tokens)
         self._steps[self._next_step_id] = step
         self._next_step_id += 1
-        self._ended = []
+        self._ended, self._tier_out = [], []
         return plan
 
     def _current_round(self, reserved: Reserved) -> _Round:
@@ -367,8 +431,12 @@ class SchedulerPolicy:
     def _admit(self, grant: Grant) -> Sequence:
         """From waiting into a slot."""
         sequence = self.waiting.pop(grant.request_id)
-        sequence.start(self._free_slots.pop(), grant.num_cached_tokens)
-        self.running[sequence.request_id] = sequence
+        if not sequence.has_started:
+            self.stats.prefix_cache_queries += sequence.num_known_tokens
+            self.stats.prefix_cache_hits += grant.num_cached_tokens
+            self._output.entered.append((sequence.request_id, grant.num_cached_tokens, grant.cache_miss))
+        sequence.start(self._free_slots.pop(), grant)
+        self.order.enter(sequence)
         return sequence
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -379,31 +447,34 @@ class SchedulerPolicy:
         self.waiting.move_to_end(sequence.request_id, last=False)
         self.stats.num_preemptions += 1
 
-    def _remove(self, sequence: Sequence) -> None:
+    def _remove(self, sequence: Sequence, forget: bool = False) -> None:
         """Out of the engine. Tokens that are still to come are dropped."""
         sequence.is_alive = False
         if sequence.slot >= 0:
-            self._vacate(sequence)
+            self._vacate(sequence, forget)
         else:
             del self.waiting[sequence.request_id]
+        self.order.leave(sequence)
 
-    def _vacate(self, sequence: Sequence) -> None:
+    def _vacate(self, sequence: Sequence, forget: bool = False) -> None:
         """Out of running: blocks go back with the next Reserve, the slot with the next StepPlan."""
         del self.running[sequence.request_id]
-        self._releases.append(sequence.request_id)
+        self._releases.append(sequence.release(forget))
         slot = sequence.stop()
         self._ended.append(slot)
         self._free_slots.append(slot)
 
-    def _fail(self, sequence: Sequence, error: str) -> None:
+    def _fail(self, sequence: Sequence, error: str, forget: bool = False) -> None:
         if sequence.is_alive:
-            self._remove(sequence)
+            self._remove(sequence, forget)
             self._finish(sequence, "failed", error=error)
 
     def _finish(self, sequence: Sequence, finish: Finish, token_ids: tuple[int, ...] = (),
-                logprobs: tuple[float, ...] = (), top_logprobs: tuple[TopLogprobs, ...] = (), error: str = "") -> None:
-        self._output.append(SequenceTokens(
-            sequence.request_id, token_ids, logprobs, top_logprobs, finish=finish, error=error, usage=sequence.usage()))
+                logprobs: tuple[float, ...] = (), top_logprobs: tuple[TopLogprobs, ...] = (), error: str = "",
+                retry_after_s: float | None = None) -> None:
+        self._output.rows.append(SequenceTokens(
+            sequence.request_id, token_ids, logprobs, top_logprobs, finish=finish, error=error, usage=sequence.usage(),
+            retry_after_s=retry_after_s))
 
     def _count(self) -> None:
         self.stats.num_running = len(self.running)

@@ -27,7 +27,7 @@ async def chat_completions(request: Request) -> Reply:
         engine, body, max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None)
     messages = [message.plain() for message in body.messages]
-    generations = [Generation(messages, sampling, choice, body.add_generation_prompt is not False)
+    generations = [Generation("messages", messages, sampling, choice, body.add_generation_prompt is not False)
                    for choice in range(body.num_choices)]
     return Reply(service, engine, generations, ChatWriter(body, engine.info.model), bool(body.stream))
 

@@ -4,7 +4,6 @@ Source: OpenAI API reference, "Completions" (legacy); return_token_ids and stop_
 """
 from __future__ import annotations
 
-import codecs
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,13 +11,12 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from actors.messages import TextDelta, TokenLogprob
-from actors.output import merge
 from api.engine import Engine
 from api.errors import ApiError
 from api.exchange import Generation, Reply, parse_body
 from api.openai.lower import sampling_params
 from api.openai.write import AnswerWriter, shown_logprob, shown_token
-from api.schemas import CompletionRequest
+from api.schemas import CompletionRequest, NamedPrompt
 from api.service import service_of
 
 DEFAULT_MAX_TOKENS = 16                         # OpenAI's
@@ -30,24 +28,21 @@ async def completions(request: Request) -> Reply:
     body = await parse_body(request, CompletionRequest)
     service.check_model(body.model)
     _check_lengths(engine, body.prompt)
-    max_tokens = body.max_tokens
-    if max_tokens is None:
-        max_tokens = engine.info.default_sampling.get("max_tokens", max(DEFAULT_MAX_TOKENS, body.min_tokens or 0))
     # Scoring without an answer asks for the prompt's logprobs, shown or not: there is nothing else to compute.
-    scores_prompt = body.echo and (body.logprobs is not None or max_tokens == 0)
-    sampling = sampling_params(engine, body, max_tokens=max_tokens, logprobs=body.logprobs,
+    scores_prompt = body.echo and (body.logprobs is not None or body.max_tokens == 0)
+    sampling = sampling_params(engine, body, body.max_tokens, DEFAULT_MAX_TOKENS, logprobs=body.logprobs,
                                prompt_logprobs=(body.logprobs or 0) if scores_prompt else None)
-    generations = [Generation(prompt, sampling, choice) for prompt in body.prompt
+    generations = [Generation(prompt.field, prompt.value, sampling, choice) for prompt in body.prompt
                    for choice in range(body.num_choices)]
     return Reply(service, engine, generations, CompletionWriter(body, engine), bool(body.stream))
 
 
-def _check_lengths(engine: Engine, prompts: Sequence[str | list[int]]) -> None:
+def _check_lengths(engine: Engine, prompts: Sequence[NamedPrompt]) -> None:
     """Millions of ids are refused here, before each is looked at again. Raises: ApiError (400)."""
-    for number, prompt in enumerate(prompts):
+    for field, prompt in prompts:
         if not isinstance(prompt, str) and len(prompt) > engine.info.max_model_len:
-            raise ApiError(400, f"prompt[{number}]: has {len(prompt)} tokens; this model's context is "
-                           f"{engine.info.max_model_len}", param="prompt")
+            raise ApiError(400, f"{field}: has {len(prompt)} tokens; this model's context is "
+                           f"{engine.info.max_model_len}", param=field)
 
 
 class CompletionWriter(AnswerWriter):
@@ -57,18 +52,11 @@ class CompletionWriter(AnswerWriter):
         super().__init__(request, engine.info.model, "cmpl", "text_completion", "text_completion")
         self._prompts = request.prompt
         self._echo = bool(request.echo)
-        self._num_top = request.logprobs        # None: no logprobs in the answer
+        self._with_logprobs = request.logprobs is not None
         self._decode = engine.decode
         self._texts = [_Text() for _ in range(len(self._prompts) * request.num_choices)]
 
     def events(self, index: int, delta: TextDelta) -> bytes:
-        text = self._texts[index]
-        if self._echo and not text.begun:
-            # The prompt goes first, with its logprobs, which may come in several deltas before the first token.
-            text.held.append(delta)
-            if not delta.token_ids and delta.finish is None:
-                return b""
-            delta = merge(text.held)
         content = self._content(index, delta)
         events = b""
         if content["text"] or content["logprobs"] or content.get("token_ids") or "prompt_token_ids" in content:
@@ -91,17 +79,22 @@ class CompletionWriter(AnswerWriter):
         """What a choice says about `delta`; the first time with the prompt, where it is echoed."""
         text, shown, tokens = self._texts[index], delta.text, delta.logprobs
         details: dict[str, Any] = {"token_ids": delta.token_ids} if self.with_token_ids else {}
+        offsets: list[int] = []
         if not text.begun:
             text.begun = True
             if self.with_token_ids:
                 details["prompt_token_ids"] = delta.prompt_token_ids
             if self._echo:
-                shown, tokens = self._prompt_text(index) + shown, delta.prompt_logprobs + tokens
-        logprobs = text.logprobs(tokens, self._num_top) if self._num_top is not None and tokens else None
+                prompt = self._prompt_text(index)
+                shown, tokens = prompt + shown, delta.prompt_logprobs + tokens
+                offsets = text.offsets(delta.prompt_logprobs)
+                text.num_chars = len(prompt)
+        offsets += text.offsets(delta.logprobs)
+        logprobs = _columns(tokens, offsets) if self._with_logprobs and tokens else None
         return {"index": index, "text": shown, "logprobs": logprobs, **details}
 
     def _prompt_text(self, index: int) -> str:
-        prompt = self._prompts[index // self.num_choices]
+        prompt = self._prompts[index // self.num_choices].value
         return prompt if isinstance(prompt, str) else self._decode(prompt)
 
 
@@ -110,27 +103,33 @@ class _Text:
 
     def __init__(self) -> None:
         self.begun = False
-        self.held: list[TextDelta] = []
-        self._num_chars = 0
-        # Tokens may end inside a character; it counts from the token that completes it.
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.num_chars = 0                      # before the next token
 
-    def logprobs(self, tokens: Sequence[TokenLogprob], num_top: int) -> dict[str, Any]:
-        """Columns, one entry a token. The token itself is always among its `top_logprobs`."""
-        offsets: list[int] = []
-        tops: list[dict[str, float | None] | None] = []
+    def offsets(self, tokens: Sequence[TokenLogprob]) -> list[int]:
+        """Where in the choice's text these tokens, its next, begin.
+
+        NOTE: a token that ends inside a character begins where that character does, as the token that completes it.
+        """
+        offsets = []
         for token in tokens:
-            offsets.append(self._num_chars)
-            self._num_chars += len(self._decoder.decode(token.raw))
-            logprob = shown_logprob(token.logprob)
-            if num_top == 0 or logprob is None:
-                tops.append(None)
-            else:
-                top = {shown_token(other): shown_logprob(other.logprob) for other in token.top}
-                tops.append({shown_token(token): logprob, **top})
-        return {"tokens": [shown_token(token) for token in tokens],
-                "token_logprobs": [shown_logprob(token.logprob) for token in tokens],
-                "top_logprobs": tops, "text_offset": offsets}
+            offsets.append(self.num_chars)
+            self.num_chars += token.num_chars
+        return offsets
+
+
+def _columns(tokens: Sequence[TokenLogprob], offsets: list[int]) -> dict[str, Any]:
+    """One entry a token. The token itself is always among its `top_logprobs`, even if no others are asked for."""
+    tops: list[dict[str, float | None] | None] = []
+    for token in tokens:
+        logprob = shown_logprob(token.logprob)
+        if logprob is None:
+            tops.append(None)
+        else:
+            others = {shown_token(other): shown_logprob(other.logprob) for other in token.top}
+            tops.append({shown_token(token): logprob, **others})
+    return {"tokens": [shown_token(token) for token in tokens],
+            "token_logprobs": [shown_logprob(token.logprob) for token in tokens],
+            "top_logprobs": tops, "text_offset": offsets}
 
 
 routes = [Route("/v1/completions", completions, methods=["POST"])]

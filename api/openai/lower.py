@@ -8,17 +8,22 @@ from api.engine import Engine
 from api.errors import bad_parameter
 from api.schemas import GenerationRequest
 
-_SAMPLING_FIELDS = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
+_SAMPLING_FIELDS = ("min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
                     "stop_token_ids", "ignore_eos", "skip_special_tokens", "presence_penalty", "frequency_penalty",
                     "repetition_penalty")
 
 
-def sampling_params(engine: Engine, request: GenerationRequest, **given: Any) -> SamplingParams:
+def sampling_params(engine: Engine, request: GenerationRequest, max_tokens: int | None,
+                    default_max_tokens: int | None = None, **given: Any) -> SamplingParams:
     """The request's own values, then the model's defaults, then OpenAI's.
 
-    given: what the endpoint has decided itself; None stays silent. Raises: ApiError (400).
+    max_tokens, given: what the endpoint has found out itself; None stays silent. Raises: ApiError (400).
     """
-    values = {name: getattr(request, name) for name in _SAMPLING_FIELDS} | given
+    if max_tokens is None:
+        max_tokens = engine.info.default_sampling.get("max_tokens", default_max_tokens)
+        if max_tokens is not None:              # a limit that the caller did not set gives way to one that he did
+            max_tokens = max(max_tokens, request.min_tokens or 0)
+    values = {name: getattr(request, name) for name in _SAMPLING_FIELDS} | given | {"max_tokens": max_tokens}
     if request.logit_bias is not None:
         values["logit_bias"] = tuple(request.logit_bias.items())
     values = {name: tuple(value) if isinstance(value, list) else value

@@ -158,6 +158,9 @@ class HostOps:
         return HostKVCache(group, keys, values, num_blocks,
                            tuple(address_of(layer) for layer in keys), tuple(address_of(layer) for layer in values))
 
+    def allocate_tier(self, group: KVGroupSpec, num_blocks: int) -> HostKVCache:
+        return self.allocate_kv(group, num_blocks)
+
     def close(self) -> None:
         self._commands.close()
 
@@ -335,12 +338,17 @@ class HostOps:
     def all_reduce(self, x: Floats) -> Floats:
         return x
 
-    def copy_blocks(self, cache: HostKVCache, pairs: Ints) -> None:
+    def copy_blocks(self, source: HostKVCache, destination: HostKVCache, pairs: Ints) -> None:
         # At once, and in order: a destination may be a later pair's source.
         assert not self._commands.outstanding, "blocks are copied before a step's operations"
-        for source, destination in pairs:
-            cache.keys[:, destination] = cache.keys[:, source]
-            cache.values[:, destination] = cache.values[:, source]
+        for old, new in pairs:
+            destination.keys[:, new] = source.keys[:, old]
+            destination.values[:, new] = source.values[:, old]
+
+    def poison_blocks(self, cache: HostKVCache, block_ids: Ints) -> None:
+        assert not self._commands.outstanding, "blocks are poisoned before a step's operations"
+        cache.keys[:, block_ids] = np.nan
+        cache.values[:, block_ids] = np.nan
 
 
 def _kernels(spec: ModelSpec) -> list[Kernel]:

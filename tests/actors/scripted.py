@@ -1,14 +1,17 @@
 """A device that plays a script: token = f(seed, position). It holds every plan against the contract of `StepPlan`.
 
-Its KV memory remembers which token of whom was written where. A row that would read anything but its own sequence's
-tokens, in order, is an assertion: so equal outputs mean that the plans were right, not that nobody looked.
+Its KV memory remembers what was written where: a position, and a hash of all tokens up to it. A row that would read
+anything but its own sequence's tokens, in order, is an assertion: so equal outputs mean that the plans were right, not
+that nobody looked. What a failed step was to write is void: who reads it goes on, and his tokens are garbage, which
+must never be delivered. What a failed row writes is not finite: who reads it fails with his next token.
 """
 from __future__ import annotations
 
 import zlib
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, TypeAlias
 
 from actors.mailbox import Mailbox
 from actors.messages import (
@@ -23,22 +26,31 @@ from actors.messages import (
     TopLogprobs,
     Usage,
 )
-from actors.policy.block_pool import BLOCK_SIZE, BlockPool, Group
+from actors.policy.block_keys import block_keys, root_key
+from actors.policy.block_pool import BlockPool
+from actors.policy.kv_group import BLOCK_SIZE, Group
 from actors.policy.scheduler import SchedulerConfig, SchedulerMessage, SchedulerPolicy
 from actors.sampling_params import SamplingParams
 
 VOCAB_SIZE = 100
 GARBAGE = -7                                # the token of rows whose step or row failed; must never be delivered
+ROOT = root_key(model="scripted", adapter="", salt="", scope="")
+
+Entry: TypeAlias = tuple[int, int] | Literal["void", "nan"] | None      # (position, hash of the tokens up to it)
 
 
 def request(request_id: str, num_prompt_tokens: int, max_tokens: int = 4, *, stop_ids: tuple[int, ...] = (),
             min_tokens: int = 0, prompt_logprobs: int | None = None, logprobs: int | None = None,
-            seed: int | None = None) -> NewSequence:
+            seed: int | None = None, prompt: tuple[int, ...] = (), root: bytes = ROOT, priority: int = 0,
+            tenant: str = "", arrival_s: float = 0.0) -> NewSequence:
+    """A prompt of its own, behind the first tokens that `prompt` gives. root: b"" for one that is not cached."""
     seed = zlib.crc32(request_id.encode()) if seed is None else seed
     sampling = SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens, prompt_logprobs=prompt_logprobs,
                               logprobs=logprobs, seed=seed)
-    prompt = tuple((seed + 3 * position) % VOCAB_SIZE for position in range(num_prompt_tokens))
-    return NewSequence(request_id, prompt, sampling, max_tokens, stop_ids, seed, 0, 0.0)
+    own = tuple(scripted_token(seed + 1, position) for position in range(len(prompt), num_prompt_tokens))
+    prompt = prompt[:num_prompt_tokens] + own
+    return NewSequence(request_id, prompt, sampling, max_tokens, stop_ids, seed, 0, arrival_s, root,
+                       block_keys(root, prompt) if root else (), priority, tenant)
 
 
 def scripted_token(seed: int, position: int, masked: tuple[int, ...] = ()) -> int:
@@ -63,18 +75,33 @@ def solo(sequence: NewSequence) -> tuple[tuple[int, ...], Finish]:
     return tuple(token_ids), "length"
 
 
+def token_hashes(root: bytes, token_ids: list[int], known: list[int]) -> list[int]:
+    """For each position a hash of root and all tokens up to it; the first of them are `known`."""
+    hashes = list(known)
+    for token_id in token_ids[len(known):]:
+        hashes.append(hash((hashes[-1] if hashes else root, token_id)))
+    return hashes
+
+
 @dataclass
 class _Slot:
     started: StartedSequence
+    root: bytes
     token_ids: list[int]
     block_tables: list[list[int]]
+    hashes: list[int] = field(default_factory=list)     # see token_hashes
     num_computed: int | None = None         # None before its first chunk
     is_decoding: bool = False
-    is_tainted: bool = False                # a step or row failed: what follows is garbage
+    fault: Literal["void", "nan"] | None = None         # what it has read or done: what follows is garbage
 
     @property
     def num_known_at_start(self) -> int:
         return len(self.started.token_ids)
+
+    def entry(self, position: int) -> Entry:
+        """What it writes."""
+        self.hashes = token_hashes(self.root, self.token_ids, self.hashes)
+        return self.fault or (position, self.hashes[position])
 
 
 class ScriptedDevice:
@@ -85,8 +112,12 @@ class ScriptedDevice:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.slots: dict[int, _Slot] = {}
-        self.memory: list[list[object]] = [[None] * (group.num_blocks * BLOCK_SIZE) for group in groups]
-        self.num_rows = 0
+        self.roots: dict[str, bytes] = {}   # of requests, where it is not ROOT: the device does not know of roots
+        self.memory: list[list[list[Entry]]] = [[[None] * BLOCK_SIZE for _ in range(group.num_blocks)]
+                                                for group in groups]
+        self.tier: list[list[list[Entry]]] = [[[None] * BLOCK_SIZE for _ in range(group.num_tier_blocks)]
+                                              for group in groups]
+        self.num_rows = self.num_copies = self.num_tier_out = self.num_tier_in = 0
         self.last_step_id = -1
 
     def run(self, plan: StepPlan, *, error: str = "", failed: tuple[str, ...] = (),
@@ -95,14 +126,22 @@ class ScriptedDevice:
         assert plan.step_id > self.last_step_id, "step ids go up"
         self.last_step_id = plan.step_id
         self._apply_changes(plan)
+        self._move_blocks(plan, is_failed=bool(error))
         rows = self._rows(plan)
         num_rows = sum(end - start for start, end in rows.values())
         assert num_rows == plan.num_tokens, f"plan says {plan.num_tokens} rows, it has {num_rows}"
         assert 0 < num_rows <= self.max_num_batched_tokens
         self.num_rows += num_rows
-        self._store(rows, is_failed=bool(error))
         if pool is not None:
-            self._check_owners(rows, pool)
+            self._check_owners(plan, rows, pool)
+        for slot_id in rows:
+            slot = self.slots[slot_id]
+            if error:
+                slot.fault = "void"
+            elif slot.started.request_id in failed:
+                slot.fault = slot.fault or "nan"
+        self._check_writers(rows)
+        self._compute(rows)
         columns: list[tuple[int, int, int, float, TopLogprobs]] = []
         prompt: list[tuple[int, int, float, TopLogprobs]] = []
         failures = []
@@ -112,22 +151,19 @@ class ScriptedDevice:
             is_last = slot.is_decoding or end == slot.num_known_at_start
             if slot.is_decoding:
                 assert len(slot.token_ids) == end, "a decode row feeds on the token sampled last"
-            if error or started.request_id in failed:
-                slot.is_tainted = True
-                failures.append((slot_id, "logits are not finite"))
-            else:
-                self._check_visible(slot, start, end)
             slot.num_computed = end
             if started.sampling.prompt_logprobs is not None:
                 for position in range(start + 1, min(end, started.num_prompt_tokens - 1) + 1):
                     prompt.append((slot_id, position, scripted_logprob(started.seed, position), ((position, -1.0),)))
-            if is_last:
+            if is_last and started.sampling.max_tokens != 0:
                 slot.is_decoding = True
                 is_masked = end - started.num_prompt_tokens < started.sampling.min_tokens
                 token_id = scripted_token(started.seed, end, started.stop_ids if is_masked else ())
-                slot.token_ids.append(GARBAGE if slot.is_tainted else token_id)
+                slot.token_ids.append(GARBAGE if slot.fault else token_id)
                 logprob = scripted_logprob(started.seed, end)
                 columns.append((slot_id, end, slot.token_ids[-1], logprob, ((token_id, logprob),)))
+                if slot.fault == "nan":
+                    failures.append((slot_id, "logits are not finite"))
         if error:
             return StepResult(plan.step_id, error=error, elapsed_s=0.5)
         slots, positions, token_ids, logprobs, tops = zip(*columns, strict=True) if columns else ((),) * 5
@@ -143,10 +179,26 @@ class ScriptedDevice:
             assert started.slot not in self.slots, f"slot {started.slot} is taken"
             assert 0 <= started.slot < self.max_num_seqs
             assert len({len(ids) for ids in started.block_ids}) == 1, "block tables grow alike in every group"
-            self.slots[started.slot] = _Slot(started, list(started.token_ids), [list(ids) for ids in started.block_ids])
+            self.slots[started.slot] = _Slot(started, self.roots.get(started.request_id, ROOT),
+                                             list(started.token_ids), [list(ids) for ids in started.block_ids])
         for slot_id, group, block_ids in plan.new_blocks:
             assert block_ids
             self.slots[slot_id].block_tables[group] += block_ids
+
+    def _move_blocks(self, plan: StepPlan, is_failed: bool) -> None:
+        """A failed step may have moved nothing."""
+        void: list[Entry] = ["void"] * BLOCK_SIZE
+        for group, block_id, tier_slot in plan.tier_out:
+            self.tier[group][tier_slot] = void if is_failed else list(self.memory[group][block_id])
+        for group, source, destination in plan.copies:
+            self.memory[group][destination] = void[:] if is_failed else list(self.memory[group][source])
+        for group, block_id in plan.poisoned:
+            self.memory[group][block_id] = [None] * BLOCK_SIZE
+        for group, tier_slot, block_id in plan.tier_in:
+            self.memory[group][block_id] = void[:] if is_failed else list(self.tier[group][tier_slot])
+        self.num_copies += len(plan.copies)
+        self.num_tier_out += len(plan.tier_out)
+        self.num_tier_in += len(plan.tier_in)
 
     def _rows(self, plan: StepPlan) -> dict[int, tuple[int, int]]:
         """Slot → half-open range of positions to compute."""
@@ -161,45 +213,69 @@ class ScriptedDevice:
         assert all(slot.is_decoding or slot_id in rows for slot_id, slot in self.slots.items()
                    if slot.num_computed is None), "a slot starts with a chunk"
         for slot_id in plan.resting:
-            assert self.slots[slot_id].is_decoding, "only decoding slots rest"
+            slot = self.slots[slot_id]
+            assert slot.is_decoding or slot.started.sampling.max_tokens == 0, "only slots that are through rest"
         for slot_id, slot in self.slots.items():
             if slot.is_decoding and slot_id not in plan.resting:
                 assert slot.num_computed is not None
                 rows[slot_id] = (slot.num_computed, slot.num_computed + 1)
         return rows
 
-    def _store(self, rows: dict[int, tuple[int, int]], is_failed: bool) -> None:
-        for group, memory in enumerate(self.memory):
+    def _check_writers(self, rows: dict[int, tuple[int, int]]) -> None:
+        for group in range(len(self.groups)):
             writers: dict[int, int] = {}
             for slot_id, (start, end) in rows.items():
-                slot = self.slots[slot_id]
-                for position in range(start, end):
-                    block_id = slot.block_tables[group][position // BLOCK_SIZE]
+                for entry in range(start // BLOCK_SIZE, (end - 1) // BLOCK_SIZE + 1):
+                    block_id = self.slots[slot_id].block_tables[group][entry]
                     assert writers.setdefault(block_id, slot_id) == slot_id, f"block {block_id} has two writers"
-                    entry = None if is_failed else (slot.started.request_id, position, slot.token_ids[position])
-                    memory[block_id * BLOCK_SIZE + position % BLOCK_SIZE] = entry
 
-    def _check_visible(self, slot: _Slot, start: int, end: int) -> None:
-        """What rows [start, end) read is what their sequence wrote."""
-        if slot.is_tainted:
+    def _compute(self, rows: dict[int, tuple[int, int]]) -> None:
+        """Every row writes before any reads, layer by layer: who reads a fault has it, and so do those who read him."""
+        faults: list[object] = []
+        while True:
+            for slot_id, (start, end) in rows.items():
+                slot = self.slots[slot_id]
+                for memory, block_table in zip(self.memory, slot.block_tables, strict=True):
+                    for position in range(start, end):
+                        block = memory[block_table[position // BLOCK_SIZE]]
+                        block[position % BLOCK_SIZE] = slot.entry(position)
+            for slot_id, (start, end) in rows.items():
+                self._read(self.slots[slot_id], start, end)
+            before, faults = faults, [slot.fault for slot in self.slots.values()]
+            if before == faults:
+                return
+
+    def _read(self, slot: _Slot, start: int, end: int) -> None:
+        """What rows [start, end) read is what their sequence wrote, or would have."""
+        if slot.fault is not None:
             return
+        for memory, position, block_id in self._visible(slot, start, end):
+            entry = memory[block_id][position % BLOCK_SIZE]
+            if entry == "void" or entry == "nan":
+                slot.fault = entry
+                return
+            assert entry == slot.entry(position), f"a row at {start} reads {entry} for {slot.entry(position)}"
+
+    def _visible(self, slot: _Slot, start: int, end: int) -> Iterator[tuple[list[list[Entry]], int, int]]:
         for group, memory, block_table in zip(self.groups, self.memory, slot.block_tables, strict=True):
             first = 0 if group.window is None else max(0, start - group.window + 1)
             for position in range(first, end):
-                block_id = block_table[position // BLOCK_SIZE]
-                entry = memory[block_id * BLOCK_SIZE + position % BLOCK_SIZE]
-                expected = (slot.started.request_id, position, slot.token_ids[position])
-                assert entry == expected, f"a row at {start} reads {entry} for {expected}"
+                yield memory, position, block_table[position // BLOCK_SIZE]
 
-    def _check_owners(self, rows: dict[int, tuple[int, int]], pool: BlockPool) -> None:
+    def _check_owners(self, plan: StepPlan, rows: dict[int, tuple[int, int]], pool: BlockPool) -> None:
+        """Rows read what their sequence holds; they write where no other reads, but for those that start with them."""
+        starting = {started.request_id for started in plan.started}
         for group, owners in enumerate(pool.owners()):
             for slot_id, (start, end) in rows.items():
                 slot = self.slots[slot_id]
+                request_id = slot.started.request_id
                 window = self.groups[group].window
                 first = 0 if window is None else max(0, start - window + 1)
                 for entry in range(first // BLOCK_SIZE, (end - 1) // BLOCK_SIZE + 1):
                     block_id = slot.block_tables[group][entry]
-                    assert owners.get(block_id) == (slot.started.request_id,), f"block {block_id} is not its own"
+                    assert request_id in owners.get(block_id, ()), f"block {block_id} is not its own"
+                    if entry >= start // BLOCK_SIZE:
+                        assert set(owners[block_id]) - starting <= {request_id}, f"block {block_id} is others' too"
 
 
 @dataclass
@@ -211,6 +287,7 @@ class Answer:
     finish: Finish | None = None
     error: str = ""
     usage: Usage | None = None
+    retry_after_s: float | None = None
 
 
 class Answers:
@@ -224,8 +301,10 @@ class Answers:
         return self.by_id.setdefault(request_id, Answer())
 
     def send(self, message: NewTokens, /) -> None:
-        assert message.rows, "no empty messages"
-        self.num_messages += 1
+        assert message.accepted or message.rows or message.token_ids, "no empty messages"
+        self.num_messages += bool(message.rows or message.token_ids)
+        for request_id, token_id in zip(message.request_ids, message.token_ids, strict=True):
+            self._take(SequenceTokens(request_id, (token_id,)))
         for row in message.rows:
             self._take(row)
 
@@ -238,6 +317,7 @@ class Answers:
         answer.logprobs += row.logprobs
         answer.prompt_logprobs += row.prompt_logprobs
         answer.finish, answer.error, answer.usage = row.finish, row.error, row.usage
+        answer.retry_after_s = row.retry_after_s
         assert (row.usage is not None) == (row.finish is not None), "usage comes with finish"
         assert bool(row.error) == (row.finish in ("rejected", "failed")), "errors come with a text"
         if row.usage is not None:
@@ -288,15 +368,19 @@ class SyncEngine:
     """Policy, pool and device without actors: each exchange is a call, results come when `deliver` is called."""
 
     def __init__(self, groups: tuple[Group, ...] = (Group(64),), *, max_num_seqs: int = 4,
-                 max_num_batched_tokens: int = 64, max_model_len: int = 1000, overlap: int = 0) -> None:
+                 max_num_batched_tokens: int = 64, max_model_len: int = 1000, overlap: int = 0,
+                 poison: bool = False, **config: Any) -> None:
+        """config: the other fields of SchedulerConfig."""
+        self.now_s = 0.0
         self.policy = SchedulerPolicy(SchedulerConfig(
-            max_num_seqs, max_num_batched_tokens, max_model_len, groups, overlap))
-        self.pool = BlockPool(groups)
+            max_num_seqs, max_num_batched_tokens, max_model_len, groups, overlap, **config), lambda: self.now_s)
+        self.pool = BlockPool(groups, poison=poison)
         self.device = ScriptedDevice(groups, max_num_seqs, max_num_batched_tokens)
         self.results: deque[StepResult] = deque()
         self.answers = Answers()
 
     def add(self, *sequences: NewSequence) -> None:
+        self.device.roots.update((sequence.request_id, sequence.root) for sequence in sequences)
         self.policy.apply(sequences)
         self._take_output()
 

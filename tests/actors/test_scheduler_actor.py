@@ -12,8 +12,9 @@ import pytest
 import actors.scheduler
 from actors.kv_pool import KVPool
 from actors.mailbox import Mailbox
-from actors.messages import Abort, NewSequence, NewTokens, Reserve, Reserved, StepPlan, Want
-from actors.policy.block_pool import BlockPool, Group
+from actors.messages import Abort, NewSequence, NewTokens, Release, Reserve, Reserved, StepPlan, Want
+from actors.policy.block_pool import BlockPool
+from actors.policy.kv_group import Group
 from actors.policy.scheduler import SchedulerConfig, SchedulerMessage, SchedulerPolicy
 from actors.scheduler import Scheduler
 from tests.actors.scripted import Answers, ScriptedDevice, ScriptedExecutor, check_answer, request, solo
@@ -374,7 +375,7 @@ def test_busy_time_leaves_out_the_idle_time(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_lost_block_ends_the_engine() -> None:
     async def main() -> None:
         async with start() as engine:
-            engine.pool.pool._free[0].pop()
+            engine.pool.pool.blocks[0].plain.pop()
             engine.inbox.send(request("a", 3))
             await engine.settle()
             await asyncio.sleep(0)
@@ -387,12 +388,12 @@ def test_a_lost_block_ends_the_engine() -> None:
 def test_the_pool_checks_itself_when_nobody_holds_a_block() -> None:
     async def main() -> None:
         pool = KVPool(BlockPool((Group(4),)))
-        pool.pool._num_references[0][3] = 1
+        pool.pool.blocks[0].references[3] = 1
         async with asyncio.TaskGroup() as group:
             group.create_task(pool.run())
             await pool.ask(Reserve(0, (), 10, (Want("a", 0, 3),)))
             await asyncio.sleep(0)          # a holds a block: no check yet
-            await pool.ask(Reserve(1, ("a",), 10, ()))
+            await pool.ask(Reserve(1, (Release("a"),), 10, ()))
 
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(main())

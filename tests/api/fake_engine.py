@@ -2,7 +2,7 @@
 
 It answers "<prompt>" with "re <prompt>", cut at max_tokens. Words in a prompt ask for more:
 HOLD waits before its first token until `release()`; FAIL fails after three tokens; ENDLESS never ends by itself;
-BYTES answers with the three bytes of one character, a token each.
+BYTES answers with the three bytes of one character, a token each; REFUSE is refused, after `release()`.
 """
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ EOS, SPECIAL = 256, 257
 MAX_MODEL_LEN = 4096
 
 INFO = EngineInfo(
-    file_bytes=1 << 20, weight_bytes=2 << 20,
     model="fake", model_names=("fake", "fake-alias"), model_path="/models/fake.gguf", architecture="fake",
-    vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, kv_capacity_tokens=8192, kv_bytes=1 << 20, max_num_seqs=4,
-    device="cpu", device_reason="asked", stop_token_ids=(EOS,), stop_tokens=("<eos>",), has_chat_template=True,
+    vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, kv_capacity_tokens=8192, kv_bytes=1 << 20,
+    file_bytes=1 << 20, weight_bytes=2 << 20, max_num_seqs=4, max_num_batched_tokens=512, device="cpu",
+    device_reason="asked", stop_token_ids=(EOS,), stop_tokens=("<eos>",), has_chat_template=True,
     default_sampling={"temperature": 0.5}, startup_s=(("weights", 0.1), ("tokenizer", 0.2)))
 
 
@@ -82,6 +82,10 @@ class FakeEngine(Recorder):
         try:
             self._check_alive()
             text, ids = self._encode(prompt, sampling)
+            if "REFUSE" in text:
+                await self._hold()
+                raise ParameterError("prompt", "is refused")
+            yield TextDelta("r", prompt_token_ids=ids)
             if self._slots is None:
                 self._slots = asyncio.Semaphore(self.info.max_num_seqs)
             async with self._slots:
@@ -150,7 +154,7 @@ class FakeEngine(Recorder):
         sampling.check_vocab(self.info.vocab_size)
         if isinstance(prompt, str):
             text, ids = prompt, tuple(prompt.encode())
-        elif all(isinstance(item, dict) for item in prompt):
+        elif prompt and all(isinstance(item, dict) for item in prompt):
             messages: Sequence[Any] = prompt
             if any(message["role"] == "refused" for message in messages):
                 raise ParameterError("messages", "the template says: roles must alternate")
@@ -172,10 +176,11 @@ class FakeEngine(Recorder):
         num_top = sampling.prompt_logprobs
         scores = () if num_top is None else (
             _logprob(ids[0], float("nan"), 0), *(_logprob(token_id, -1.0, num_top) for token_id in ids[1:]))
-        prompt: dict[str, Any] = {"prompt_token_ids": ids, "prompt_logprobs": scores}
         if sampling.max_tokens == 0:
-            yield TextDelta("r", finish="length", usage=Usage(len(ids), 0), **prompt)
+            yield TextDelta("r", finish="length", usage=Usage(len(ids), 0), prompt_logprobs=scores)
             return
+        if scores:
+            yield TextDelta("r", prompt_logprobs=scores)
         if "ENDLESS" in text:
             while True:
                 yield TextDelta("r", "x" * self._token_size, (120,))
@@ -194,8 +199,7 @@ class FakeEngine(Recorder):
             yield TextDelta(
                 "r", shown, (token_id,),
                 logprobs=() if sampling.logprobs is None else (_logprob(token_id, -0.5, sampling.logprobs),),
-                finish=finish, usage=Usage(len(ids), number) if last else None,
-                **(prompt if number == 1 else {}))
+                finish=finish, usage=Usage(len(ids), number) if last else None)
             await asyncio.sleep(0)
 
 
@@ -206,4 +210,5 @@ def _logprob(token_id: int, logprob: float, num_top: int) -> TokenLogprob:
 
     chosen = token(token_id, logprob)
     top = tuple(token((token_id + step) % 128, logprob - step if step else logprob) for step in range(num_top))
-    return TokenLogprob(chosen.token_id, chosen.text, chosen.raw, chosen.logprob, top)
+    num_chars = 1 if token_id < 0xC0 else 0     # of a character's bytes the last one; all in the tests have two
+    return TokenLogprob(chosen.token_id, chosen.text, chosen.raw, chosen.logprob, top, num_chars)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actors.messages import TextDelta
 from api.engine import Completion, Engine, EngineDead, ParameterError, RequestFailed, SamplingParams
 
 MODELS = Path(__file__).parent.parent / "golden" / "models"
@@ -28,7 +29,7 @@ devices = pytest.mark.parametrize("device", ["reference", "cpu"])
 @asynccontextmanager
 async def tiny(device: str, model: str = "llama", **config: Any) -> AsyncIterator[Engine]:
     settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_memory": 256 * BLOCK_BYTES,
-                "check_integrity": True, "threads": 2 if device == "cpu" else None, **config}
+                "debug": True, "threads": 2 if device == "cpu" else None, **config}
     async with Engine.start(str(MODELS / model), device=device, **settings) as engine:
         yield engine
         await idle(engine)
@@ -44,6 +45,12 @@ async def idle(engine: Engine) -> None:
     system = engine._system
     while system.tokenizer.num_open or not system.scheduler.policy.is_idle:
         await asyncio.sleep(0.001)
+
+
+async def first_token(stream: AsyncIterator[TextDelta]) -> None:
+    """Read on until it computes."""
+    while not (await anext(stream)).token_ids:
+        pass
 
 
 def run(main: Callable[[], Awaitable[None]]) -> None:
@@ -196,7 +203,7 @@ def test_leaving_the_iterator_aborts_in_every_way() -> None:
             await idle(engine)
 
             stream = engine.generate([5, 6], long)
-            await anext(stream)
+            await first_token(stream)
             await stream.aclose()
             await idle(engine)
 
@@ -217,7 +224,7 @@ def test_queued_requests_of_a_gone_caller_are_never_computed() -> None:
     async def main() -> None:
         async with tiny("reference", max_num_seqs=1) as engine:
             running = engine.generate([5], SamplingParams(max_tokens=300, temperature=0, ignore_eos=True))
-            await anext(running)
+            await first_token(running)
             computed = engine.stats().prompt_tokens
             queued = [asyncio.create_task(engine.complete(prompt, GREEDY)) for prompt in prompts()]
             while engine.stats().num_requests_waiting < len(queued):
@@ -450,7 +457,7 @@ def test_when_an_actor_dies_every_caller_hears_why() -> None:
     async def main() -> None:
         async with Engine.start(str(MODELS / "llama"), device="reference", kv_cache_memory=1 << 20) as engine:
             stream = engine.generate([5], SamplingParams(max_tokens=100, temperature=0, ignore_eos=True))
-            await anext(stream)
+            await first_token(stream)
 
             def broken(*_: object) -> None:
                 raise ZeroDivisionError("injected")
@@ -470,7 +477,7 @@ def test_leaving_the_engine_ends_open_requests_and_its_threads() -> None:
     async def main() -> None:
         async with Engine.start(str(MODELS / "llama"), device="reference", kv_cache_memory=1 << 20) as engine:
             stream = engine.generate([5], SamplingParams(max_tokens=100, temperature=0, ignore_eos=True))
-            await anext(stream)
+            await first_token(stream)
         with pytest.raises(EngineDead, match="stopped"):
             async for _ in stream:
                 pass

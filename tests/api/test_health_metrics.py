@@ -91,7 +91,18 @@ def test_metrics(server: Server, engine: FakeEngine) -> None:
     assert value("e2e_request_latency_seconds_count") == 3
     assert value("request_time_per_output_token_seconds_count") == 3
     assert value("request_prompt_tokens_sum") == 3 + 2 * 3
+    assert value("request_prefill_kv_computed_tokens_sum") == 3 + 2 * 3
+    assert value("prompt_tokens_cached_total") == 0
     assert value("request_generation_tokens_sum") == 3 + 2 * 6
+    assert value("request_decode_time_seconds_count") == 3
+    assert value("request_params_n_count") == 2, "once for all completions of a prompt"
+    assert value("request_params_n_sum") == 1 + 2
+    assert value("request_max_num_generation_tokens_sum") == 3 + 6
+    assert value("request_params_max_tokens_count") == 1, "the chat did not ask for a limit"
+    assert value("request_params_max_tokens_sum") == 3
+    assert 'troupe:startup_time_seconds{engine="0",model_name="fake",stage="tokenizer"} 0.2' in text
+    assert re.search(r'troupe:cache_config_info\{block_size="16",.*,num_gpu_blocks="512"\} 1.0', text)
     assert ("troupe:time_to_first_token_seconds_bucket", None, "2560.0") in samples
-    assert set(re.findall(r'model_name="([^"]*)"', text)) == {"fake"}
+    assert all('engine="0"' in line and 'model_name="fake"' in line for line in text.splitlines()
+               if line.startswith("troupe:"))
     assert "HOLD" not in text

@@ -2,12 +2,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
 
-from tests.api.fake_engine import EOS, SPECIAL, FakeEngine
+from tests.api.fake_engine import EOS, INFO, SPECIAL, FakeEngine
 from tests.api.serving import Server
 
 MESSAGES: Any = [{"role": "system", "content": "s"}, {"role": "user", "content": "hé"}]
@@ -120,7 +121,7 @@ def test_completions_logprobs(client: openai.OpenAI) -> None:
     assert logprobs.top_logprobs is not None
     assert logprobs.top_logprobs[0] == {"r": -0.5}
     none: Any = client.completions.create(model="fake", prompt="é", logprobs=0, max_tokens=1).choices[0].logprobs
-    assert none.top_logprobs == [None]
+    assert none.top_logprobs == [{"r": -0.5}]
 
 
 def test_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI) -> None:
@@ -193,6 +194,18 @@ def test_defaults(client: openai.OpenAI, engine: FakeEngine) -> None:
     client.completions.create(model="fake", prompt="a", extra_body={"min_tokens": 20})
     assert [call.sampling.max_tokens for call in engine.calls] == [16, None, 7, 20]
     assert engine.calls[1].sampling.temperature == 0
+
+
+def test_the_models_own_max_tokens(client: openai.OpenAI, server: Server) -> None:
+    """It holds where a request is silent, and gives way to what a request says."""
+    engine = FakeEngine(replace(INFO, default_sampling={"max_tokens": 5}))
+    server.use(engine)
+    client.completions.create(model="fake", prompt="a")
+    client.chat.completions.create(model="fake", messages=MESSAGES)
+    client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=9)
+    client.chat.completions.create(model="fake", messages=MESSAGES, extra_body={"min_tokens": 20})
+    client.completions.create(model="fake", prompt="a", max_tokens=0, echo=True)
+    assert [call.sampling.max_tokens for call in engine.calls] == [5, 5, 9, 20, 0]
 
 
 def test_models(client: openai.OpenAI) -> None:

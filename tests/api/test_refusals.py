@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from api.engine import ParameterError, SamplingParams
 from tests.api.fake_engine import MAX_MODEL_LEN, VOCAB_SIZE, FakeEngine
 from tests.api.serving import Answer, Server
 
@@ -80,14 +81,24 @@ def test_what_asks_for_nothing_or_is_in_range_is_served(server: Server, fields: 
 
 
 @pytest.mark.parametrize(("prompt", "param"), [
-    ("", "prompt"), ([""], "prompt"), ([], "prompt"), ([[]], "prompt[0]"), (["a", []], "prompt[1]"),    # FAULTS A03
+    ("", "prompt"), ([""], "prompt[0]"), ([], "prompt"), ([[]], "prompt[0]"), (["a", []], "prompt[1]"),    # FAULTS A03
     (None, "prompt"), (5, "prompt"), ({}, "prompt"), ([None], "prompt[0]"), ([1, "a"], "prompt[1]"),
     ([["a"]], "prompt[0][0]"), ([[1, -1]], "prompt[0][1]"), ([1.5], "prompt[0]"), ([True], "prompt[0]"),
-    ([VOCAB_SIZE], "prompt"), ([[65, 2**40]], "prompt"), (["a"] * 2000, "prompt"),
+    ([VOCAB_SIZE], "prompt"), ([[65, 2**40]], "prompt[0]"), (["a"] * 2000, "prompt"),
+    (["a", [65] * MAX_MODEL_LEN], "prompt[1]"), (["a", [65] * (MAX_MODEL_LEN + 1)], "prompt[1]"),
 ])
 @pytest.mark.parametrize("stream", [False, True])
 def test_bad_prompt(server: Server, prompt: Any, param: str, stream: bool) -> None:
-    refused(server.complete(prompt=prompt, stream=stream), param)
+    message = refused(server.complete(prompt=prompt, stream=stream), param)
+    assert message.startswith(f"{param}: ")
+
+
+def test_a_limit_of_no_tokens_is_refused_in_the_words_of_the_endpoint(server: Server) -> None:
+    assert "0 only with echo" in refused(server.complete(prompt="a", max_tokens=0), "max_tokens")
+    for answer in (server.complete(prompt="a", max_tokens=0), server.chat(max_tokens=0)):
+        assert "prompt_logprobs" not in refused(answer, "max_tokens")
+    with pytest.raises(ParameterError, match="0 only with prompt_logprobs"):
+        SamplingParams(max_tokens=0)
 
 
 def test_prompts_times_n_is_bounded(server: Server) -> None:

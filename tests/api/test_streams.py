@@ -15,7 +15,7 @@ from api.exchange import Reply
 from api.server import create_app
 from api.service import Service
 from tests.api.fake_engine import INFO, FakeEngine
-from tests.api.serving import Server
+from tests.api.serving import Answer, Server
 
 CHAT = [{"role": "user", "content": "hi"}]
 
@@ -96,11 +96,31 @@ def test_fault_of_one_completion_ends_the_others(server: Server, engine: FakeEng
     engine.wait_for(lambda: engine.states == ["aborted", "aborted"])
 
 
-def test_rejected_prompt_among_good_ones(server: Server, engine: FakeEngine) -> None:
-    answer = server.complete(prompt=["HOLD", ""])
-    assert answer.status == 400
-    assert answer.error["param"] == "prompt"
-    engine.wait_for(lambda: engine.states == ["aborted", "aborted"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_rejected_prompt_among_good_ones(server: Server, engine: FakeEngine, stream: bool) -> None:
+    """It is named, with a status, whatever the others have done already."""
+    answers: list[Answer] = []
+    prompts = ["quick", "HOLD", "REFUSE"]
+    thread = threading.Thread(target=lambda: answers.append(server.complete(prompt=prompts, n=2, stream=stream)))
+    thread.start()
+    engine.wait_for(lambda: engine.states == ["finished"] * 2 + ["running"] * 2 + ["waiting"] * 2)
+    engine.release()
+    thread.join()
+    answers.append(server.complete(prompt=["a", "b", "c", ""], stream=stream))
+    for answer, message in zip(answers, ["prompt[2]: is refused", "prompt[3]: is empty"], strict=True):
+        assert answer.status == 400
+        assert (answer.error["param"], answer.error["message"]) == (message.partition(":")[0], message)
+    assert set(engine.states) <= {"finished", "aborted"}
+
+
+def test_a_stream_does_not_wait_for_prompts_that_wait_for_their_turn(server: Server, engine: FakeEngine) -> None:
+    with server.post("/v1/completions", {"prompt": ["HOLD", "quick"], "stream": True}) as connection:
+        data = b""
+        while b"finish_reason\":\"stop" not in data:
+            data += connection.recv(4096)
+        assert data.startswith(b"HTTP/1.1 200")
+        assert engine.states == ["running", "finished"]
+        engine.release()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -145,12 +165,15 @@ def test_client_that_stalls_stops_the_reading(server: Server, engine: FakeEngine
 
 
 def test_engine_that_dies(server: Server, engine: FakeEngine) -> None:
+    """NOTE: a stream says nothing before its first token. So it is no event here, but a status, that tells."""
     answers: list[Any] = []
-    bodies: list[dict[str, Any]] = [{"prompt": "HOLD"}, {"prompt": "HOLD", "stream": True}]
-    threads = [threading.Thread(target=lambda body=body: answers.append(server.complete(**body))) for body in bodies]
+    threads = [threading.Thread(target=lambda stream=stream, ask=ask: answers.append(ask("HOLD", stream)))
+               for stream in (False, True)
+               for ask in (lambda text, stream: server.complete(prompt=text, stream=stream),
+                           lambda text, stream: server.chat(text, stream=stream))]
     for thread in threads:
         thread.start()
-    engine.wait_for(lambda: engine.states == ["running", "running"])
+    engine.wait_for(lambda: engine.states == ["running"] * 4)
     engine.kill()
     for thread in threads:
         thread.join()

@@ -344,7 +344,7 @@ def test_copied_blocks_serve_as_well(name: str, backend: str) -> None:
         model.run(Piece(ids, 0, 20, blocks))
         copies = tuple(np.array([0, 5, 6], np.int32) for _ in model.groups)
         for kv_cache in model.caches:
-            model.ops.copy_blocks(kv_cache, np.array([[1, 5]], np.int32))
+            model.ops.copy_blocks(kv_cache, kv_cache, np.array([[1, 5]], np.int32))
         model.run(Piece(ids, 20, LENGTH, blocks))
         [logits] = model.run(Piece(other, 20, LENGTH, copies))
     assert_same_bits(logits, expected[20:])

@@ -179,14 +179,14 @@ def test_copy_blocks_one_by_one() -> None:
             for block in range(6):
                 cache.keys[layer, block] = 10 * layer + block
                 cache.values[layer, block] = 100 + 10 * layer + block
-        ops.copy_blocks(cache, np.array([[1, 4], [4, 2], [3, 4]], np.int32))
+        ops.copy_blocks(cache, cache, np.array([[1, 4], [4, 2], [3, 4]], np.int32))
         expected = np.array([0, 1, 1, 3, 3, 5], np.float32)
         for layer in range(3):
             assert_same_bits(cache.keys[layer, :, 0, 0, 0], expected + 10 * layer)
             assert_same_bits(cache.values[layer, :, 0, -1, -1], expected + 100 + 10 * layer)
         ops.store_kv(random_floats(0, 1, 64), cache, 0, np.zeros(1, np.int32))
         with pytest.raises(AssertionError, match="before a step's operations"):
-            ops.copy_blocks(cache, np.array([[0, 1]], np.int32))
+            ops.copy_blocks(cache, cache, np.array([[0, 1]], np.int32))
 
 
 def run_all(ops: HostOps, rows: NDArray[np.intp]) -> list[Floats]:

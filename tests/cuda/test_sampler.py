@@ -83,6 +83,7 @@ def naive_tokens(logits: list[float], p: SlotSampling, known: list[int], num_pro
         kept.sort(key=lambda i: (-scores[i], i))
         if 0 < p.top_k < len(scores):
             kept = kept[:p.top_k]
+        kept.sort(key=lambda i: (-weights[i], i))       # logits too close to differ in weight are equals to top_p
         total = sum(weights[i] for i in kept)
         for top_p in (p.top_p * (1 - 1e-9), p.top_p * (1 + 1e-9)) if p.top_p < 1.0 else (2.0,):
             nucleus, mass = [], 0.0

@@ -5,6 +5,7 @@ import pytest
 from actors.messages import (
     Grant,
     NewSequence,
+    Release,
     Reserved,
     StartedSequence,
     StepPlan,
@@ -12,7 +13,7 @@ from actors.messages import (
     Usage,
     Want,
 )
-from actors.policy.block_pool import Group
+from actors.policy.kv_group import Group
 from actors.policy.scheduler import SchedulerConfig, SchedulerPolicy
 from tests.actors.scripted import SyncEngine, check_answer, request, scripted_token, solo
 
@@ -40,7 +41,7 @@ def test_the_whole_life_of_a_sequence() -> None:
     assert len(plans) == 14
     answer = engine.answers["a"]
     assert (tuple(answer.token_ids), answer.finish) == solo(a)
-    assert answer.usage == Usage(20, 14)
+    assert answer.usage == Usage(20, 14, 0, "diverged:0")
     assert engine.policy.stats.prompt_tokens == 20
     assert engine.policy.stats.generation_tokens == 14
     assert engine.policy.stats.num_steps == 14
@@ -89,15 +90,15 @@ def test_copies_pass_through_to_the_plan() -> None:
 def test_counts_are_fixed_only_after_the_pool_has_answered() -> None:
     """A prefix hit: the grant starts where the cache ends, and the rest is planned from there."""
     policy = SchedulerPolicy(SchedulerConfig(4, 10, 100, (Group(8),)))
-    policy.apply([request("a", 60, max_tokens=2)])
+    policy.apply([request("a", 60, max_tokens=2, root=b"")])
     assert policy.wants().wants == (Want("a", 0, 60),)
-    plan = policy.plan(Reserved(0, (Grant("a", 48, 10, ((5, 6, 7, 1),)),), ()))
+    plan = policy.plan(Reserved(0, (Grant("a", 48, 10, ((5, 6, 7, 1),), cache_miss="diverged:3"),), ()))
     assert plan is not None
     assert plan.started[0].block_ids == ((5, 6, 7, 1),)
     assert plan.chunks == ((0, 48, 58),)
     policy.apply([StepResult(0)])
-    assert policy.wants().wants == ()                       # what is left fits in the last block
-    plan = policy.plan(Reserved(1, (), ()))
+    assert policy.wants().wants == (Want("a", 58, 60),)
+    plan = policy.plan(Reserved(1, (Grant("a", 0, 2, ((),)),), ()))
     assert plan is not None
     assert plan.chunks == ((0, 58, 60),)
     policy.apply([StepResult(1, (0,), (60,), (9,), (0.0,), ((),))])
@@ -106,7 +107,7 @@ def test_counts_are_fixed_only_after_the_pool_has_answered() -> None:
     policy.apply([StepResult(2, (0,), (61,), (9,), (0.0,), ((),))])
     output = policy.take_output()
     assert output is not None
-    assert output.rows[-1].usage == Usage(60, 2, 48)
+    assert output.rows[-1].usage == Usage(60, 2, 48, "diverged:3")
 
 
 # Order and fairness
@@ -228,7 +229,7 @@ def test_what_the_first_answer_granted_holds_and_the_preempted_lose_it() -> None
     again = policy.preempt(Reserved(1, (Grant("a", 0, 1, ((3,),)), Grant("c", 0, 1, ((4,),))), ("b",)))
     assert again is not None
     assert again.step_id == 1
-    assert again.releases == ("c",)
+    assert again.releases == (Release("c"),)
     assert again.wants == (Want("b", 16, 17),)
     assert again.token_budget == 63
     plan = policy.plan(Reserved(1, (Grant("b", 0, 1, ((4,),)),), ()))
@@ -237,18 +238,19 @@ def test_what_the_first_answer_granted_holds_and_the_preempted_lose_it() -> None
 
 def test_the_preempted_lose_the_chunk_that_needed_no_block() -> None:
     policy = SchedulerPolicy(SchedulerConfig(2, 3, 200, (Group(20),)))
-    policy.apply([request("a", 1, max_tokens=40), request("b", 60, max_tokens=4)])
-    grants = (Grant("a", 0, 1, ((0,),)), Grant("b", 0, 2, ((1, 2, 3, 4),)))
+    policy.apply([request("a", 1, max_tokens=40, root=b""), request("b", 60, max_tokens=4, root=b"")])
     for step in range(16):
         policy.wants()
-        policy.plan(Reserved(step, grants if step == 0 else (), ()))
+        grants = [Grant("b", 0, 2, ((1, 2, 3, 4) if step == 0 else (),))]
+        policy.plan(Reserved(step, (Grant("a", 0, 1, ((0,),)), *grants) if step == 0 else tuple(grants), ()))
         policy.apply([StepResult(step, (0,), (1 + step,), (1,), (0.0,), ((),))])
     reserve = policy.wants()
-    assert reserve.wants == (Want("a", 16, 17),)
-    assert reserve.token_budget == 1                        # the chunk leaves room for the answer's token
-    again = policy.preempt(Reserved(16, (), ("a",)))
+    assert reserve.wants == (Want("a", 16, 17), Want("b", 32, 34))
+    assert reserve.token_budget == 3
+    again = policy.preempt(Reserved(16, (Grant("b", 0, 2, ((),)),), ("a",)))
     assert again is not None
-    assert again.releases == ("b",)
+    assert again.releases == (Release("b"),)
+    assert again.token_budget == 3
     assert policy.plan(Reserved(16, (Grant("a", 0, 1, ((1,),)),), ())) == StepPlan(
         16, ended=(1,), new_blocks=((0, 0, (1,)),), num_tokens=1)
 
@@ -263,7 +265,7 @@ def test_no_more_sequences_yield_than_blocks_are_missing() -> None:
     policy.wants()
     again = policy.preempt(Reserved(1, (Grant("c", 0, 1, ((5,),)),), ("a", "b")))
     assert again is not None
-    assert again.releases == ("d",)
+    assert again.releases == (Release("d"),)
 
 
 def test_what_still_starves_sits_the_step_out() -> None:
@@ -275,7 +277,8 @@ def test_what_still_starves_sits_the_step_out() -> None:
     policy.wants()
     again = policy.preempt(Reserved(1, (), ("a", "b", "c")))
     assert again is not None
-    assert (again.releases, [want.request_id for want in again.wants]) == (("c", "b"), ["a"])
+    assert again.releases == (Release("c"), Release("b"))
+    assert [want.request_id for want in again.wants] == ["a"]
     plan = policy.plan(Reserved(1, (Grant("a", 0, 1, ((2,),)),), ()))
     assert plan == StepPlan(1, ended=(2, 1), new_blocks=((0, 0, (2,)),), num_tokens=1)
 
@@ -303,7 +306,8 @@ def test_an_earlier_chunk_that_starves_takes_from_a_later_answer() -> None:
     assert [want.request_id for want in policy.wants().wants] == ["later", "chunked"]
     again = policy.preempt(Reserved(2, (), ("later", "chunked")))
     assert again is not None
-    assert (again.releases, [want.request_id for want in again.wants]) == (("later",), ["chunked"])
+    assert again.releases == (Release("later"),)
+    assert [want.request_id for want in again.wants] == ["chunked"]
 
 
 def test_nobody_yields_to_a_sequence_that_waits() -> None:

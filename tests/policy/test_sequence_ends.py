@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from actors.messages import Grant, NewSequence, Reserved, SequenceTokens, StepResult, Usage
-from actors.policy.block_pool import Group
+from actors.policy.kv_group import Group
 from actors.policy.scheduler import SchedulerConfig, SchedulerPolicy
 from tests.actors.scripted import SyncEngine, check_answer, request
 
@@ -14,32 +14,34 @@ def test_no_stop_before_min_tokens(min_tokens: int) -> None:
     policy = SchedulerPolicy(SchedulerConfig(4, 64, 100, (Group(8),)))
     policy.apply([request("a", 3, max_tokens=4, stop_ids=(9,), min_tokens=min_tokens)])
     rows: list[SequenceTokens] = []
-    while policy.has_work():
-        step = len(rows)
+    token_ids: list[int] = []
+    for step in range(10):
         policy.wants()
         policy.plan(Reserved(step, (Grant("a", 0, 3, ((0,),)),) if step == 0 else (), ()))
         policy.apply([StepResult(step, (0,), (3 + step,), (9,), (0.0,), ((),))])
         output = policy.take_output()
         assert output is not None
         rows += output.rows
+        token_ids += output.token_ids
         if policy.stats.num_running == 0:
             break
-    assert len(rows) == min_tokens + 1
+    assert token_ids == [9] * min_tokens
+    assert len(rows) == 1
     assert rows[-1].finish == "stop"                        # also as the last token that max_tokens allows
     assert rows[-1].token_ids == (9,)
-    assert rows[-1].usage == Usage(3, len(rows))
+    assert rows[-1].usage == Usage(3, min_tokens + 1)
 
 
 @pytest.mark.parametrize("overlap", [0, 1, 2])
 @pytest.mark.parametrize("budget", [4, 29, 64])
 def test_max_tokens_0_delivers_prompt_logprobs_alone(overlap: int, budget: int) -> None:
     engine = SyncEngine(max_num_batched_tokens=budget, overlap=overlap)
-    for name, length in (("a", 1), ("b", 30)):
+    for name, length, miss in (("a", 1, ""), ("b", 30, "off")):
         sequence = request(name, length, max_tokens=0, prompt_logprobs=1)
         engine.add(sequence)
         engine.drain()
         answer = engine.answers[name]
-        assert (answer.token_ids, answer.finish, answer.usage) == ([], "length", Usage(length, 0))
+        assert (answer.token_ids, answer.finish, answer.usage) == ([], "length", Usage(length, 0, 0, miss))
         check_answer(sequence, answer)
     assert engine.device.num_rows == 31
     assert engine.policy.stats.generation_tokens == 0
@@ -78,7 +80,7 @@ def test_a_row_counts_only_at_the_next_unknown_position() -> None:
     policy.apply([StepResult(0, (0, 0, 0), (2, 4, 3), (7, 8, 9), (0.0,) * 3, ((),) * 3)])
     output = policy.take_output()
     assert output is not None
-    assert output.rows == (SequenceTokens("a", (9,)),)
+    assert (output.request_ids, output.token_ids, output.rows) == (("a",), (9,), ())
 
 
 def test_a_failed_step_fails_its_sequences_and_no_others() -> None:

@@ -193,6 +193,35 @@ def test_an_interrupt_ends_a_program_that_has_no_prompt(stdin: bytes | None, tmp
     assert json.loads(report.read_text()) == {"num_left": 1, "questions": ["hang abc"]}
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="a POSIX shell closes the streams")
+@pytest.mark.parametrize(("redirections", "code", "out", "err"), [
+    ("hello <&-", 0, "you said: hello \n", ""),
+    ("<&-", 0, "", ""),
+    ("hello >&-", 1, "", "chat: standard output is closed\n"),
+    ("<&- >&-", 1, "", "chat: standard output is closed\n"),
+    ("--stats hello 2>&-", 0, "you said: hello \n", ""),
+    ("hello <&- >&- 2>&-", 1, "", ""),
+    ("0>/dev/null", 1, "", "(standard input cannot be read: Bad file descriptor)\n"),
+])
+def test_standard_streams_that_are_closed(redirections: str, code: int, out: str, err: str) -> None:
+    done = subprocess.run(
+        ["/bin/sh", "-c", f'exec "$0" -m tests.tools.scripted_engine {redirections}', sys.executable],
+        capture_output=True, text=True, timeout=TIMEOUT_S, cwd=ROOT, env=environment())
+    assert (done.returncode, done.stdout, done.stderr) == (code, out, err)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
+def test_a_full_disk() -> None:
+    with open("/dev/full", "w") as full:
+        for argv, stdin in ((["hello"], ""), ([], "one\ntwo\n")):
+            done = subprocess.run([*PROGRAM, *argv], input=stdin, stdout=full, stderr=subprocess.PIPE, text=True,
+                                  timeout=TIMEOUT_S, cwd=ROOT, env=environment())
+            assert (done.returncode, done.stderr) == (1, "chat: standard output: No space left on device\n")
+        done = subprocess.run([*PROGRAM, "--stats", "hello"], stdout=subprocess.PIPE, stderr=full, text=True,
+                              timeout=TIMEOUT_S, cwd=ROOT, env=environment())
+        assert done.stdout == "you said: hello \n"
+
+
 # --- locales and characters
 
 
@@ -290,6 +319,44 @@ def test_refusals_of_a_server(status: int, error: dict[str, str], hint: bool) ->
     assert (code, out) == (1, b"hello\n")
     assert err.startswith(f"(HTTP {status}: {error['message']})\n")
     assert ("/reset" in err) is hint
+
+
+async def complete_text(exchange: Exchange) -> None:
+    """A server of a base model."""
+    if exchange.path == "/v1/chat/completions":
+        exchange.answer_json(400, {"error": {"message": "messages: this model has no chat template"}})
+        return
+    exchange.begin_events()
+    for text in (" and", " on"):
+        exchange.event({"choices": [{"text": text, "finish_reason": None}]})
+    exchange.event({"choices": [{"text": "", "finish_reason": "length"}]})
+    exchange.event({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 2}})
+    exchange.end_events()
+
+
+def test_a_server_of_a_base_model_completes_text_with_raw() -> None:
+    requests: list[tuple[str, Any]] = []
+
+    async def handle(exchange: Exchange) -> None:
+        requests.append((exchange.path, exchange.body.get("prompt")))
+        assert exchange.body["stream"] is True
+        await complete_text(exchange)
+
+    code, out, err = ask_server(handle, "--model", "m", "--raw", stdin=b" once \n/system s\ntwice\n")
+    assert (code, out) == (0, b" and on\n and on\n")
+    cut = "(the answer was cut off at the model's or the server's own limit; --max-tokens sets another)\n"
+    assert err == f"{cut}(m completes text: it has no place for a system prompt)\n{cut}"
+    # It is asked for an answer once, and the text stays as it was typed.
+    assert requests == [("/v1/chat/completions", None), ("/v1/completions", " once "), ("/v1/completions", "twice")]
+
+
+@pytest.mark.parametrize(("argv", "message"), [
+    ([], "(m has no chat template: it completes text and does not answer questions. --raw completes each input as it "
+         "is; --model chooses another model)\n"),
+    (["--raw", "--system", "s"], "(m has no chat template, and so no place for a system prompt)\n"),
+])
+def test_a_server_of_a_base_model_answers_no_questions(argv: list[str], message: str) -> None:
+    assert ask_server(complete_text, "--model", "m", *argv, "hi") == (1, b"", message)
 
 
 def test_an_engine_flag_has_no_meaning_for_a_server() -> None:

@@ -162,12 +162,12 @@ def test_a_bad_stop_id_is_named(tmp_path: Path, bad: Any) -> None:
 
 def test_sampling_defaults(tmp_path: Path) -> None:
     advised = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": None, "repetition_penalty": 1.1,
-               "max_length": 20, "do_sample": True}
+               "max_length": 20, "max_new_tokens": 300, "do_sample": True}
     assert load_folder(tmp_path, word_level(), generation_config=advised).defaults == {
-        "temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1}
+        "temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1, "max_tokens": 300}
     greedy = load_folder(tmp_path, word_level(), generation_config=advised | {"do_sample": False})
-    assert greedy.defaults == {"repetition_penalty": 1.1}
-    for name, bad in (("temperature", "hot"), ("top_k", 1.5), ("top_p", True)):
+    assert greedy.defaults == {"repetition_penalty": 1.1, "max_tokens": 300}
+    for name, bad in (("temperature", "hot"), ("top_k", 1.5), ("top_p", True), ("max_new_tokens", 3.0)):
         with pytest.raises(ValueError, match=f"generation_config.json: {name} .* is not a number"):
             load_folder(tmp_path, word_level(), generation_config={name: bad})
 
