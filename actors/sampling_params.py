@@ -9,6 +9,7 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
+MAX_PRIORITY = 2**31 - 1
 
 
 class ParameterError(ValueError):

@@ -19,13 +19,11 @@ import orjson
 from actors.messages import ChatPrompt, Finish, Generate, Prompt, TextDelta, TokenLogprob, Usage
 from actors.output import OutputStream, merge
 from actors.policy.kv_group import BLOCK_SIZE
-from actors.sampling_params import ParameterError, SamplingParams
+from actors.sampling_params import MAX_PRIORITY, ParameterError, SamplingParams
 from actors.system import EngineConfig, System
 
 __all__ = ["Completion", "Engine", "EngineBusy", "EngineDead", "EngineInfo", "ParameterError", "RequestFailed",
            "SamplingParams"]
-
-MAX_PRIORITY = 2**31 - 1
 
 PromptInput: TypeAlias = str | Sequence[int] | Sequence[dict[str, Any]]     # text, token ids, or chat messages
 
@@ -70,6 +68,7 @@ class EngineInfo:
     startup_s: tuple[tuple[str, float], ...]    # (stage, seconds)
     kv_bytes_per_token: float = 0.0         # of a request of max_model_len tokens
     num_full_requests: int = 0              # of max_model_len tokens that fit at once
+    debug: bool = False                     # the KV pool is audited at every step and may be looked at
     kv_tier_tokens: int = 0                 # room in host memory for what leaves the KV cache
 
 
@@ -269,5 +268,6 @@ def _info(system: System) -> EngineInfo:
         has_chat_template=vocab.has_chat_template,
         default_sampling=dict(system.sampling_defaults),
         startup_s=tuple(system.start_up.stages),
-        kv_bytes_per_token=system.sizes.kv_bytes_per_token, num_full_requests=system.sizes.num_full_sequences,
+        debug=config.debug, kv_bytes_per_token=system.sizes.kv_bytes_per_token,
+        num_full_requests=system.sizes.num_full_sequences,
         kv_tier_tokens=system.sizes.num_tier_blocks[0] * BLOCK_SIZE)

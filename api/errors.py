@@ -11,12 +11,14 @@ MAX_MESSAGE_CHARS = 2000
 class ApiError(Exception):
     """A refusal with its HTTP status. `param` names the request's field."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None,
+                 retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
+        self.retry_after_s = retry_after_s
 
     def body(self) -> bytes:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
@@ -34,6 +36,10 @@ def engine_dead() -> ApiError:
 
 def shutting_down() -> ApiError:
     return ApiError(503, "The server is shutting down.", code="stopping")
+
+
+def queue_full(message: str, retry_after_s: float) -> ApiError:
+    return ApiError(429, f"The server is busy: {message}.", code="queue_full", retry_after_s=retry_after_s)
 
 
 def internal_error() -> ApiError:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -17,8 +18,8 @@ from starlette.types import Message, Receive, Scope, Send
 from actors.messages import TextDelta
 from actors.output import merge
 from actors.sampling_params import ParameterError, SamplingParams
-from api.engine import Engine, EngineDead, PromptInput, RequestFailed
-from api.errors import ApiError, bad_parameter, internal_error
+from api.engine import Engine, EngineBusy, EngineDead, PromptInput, RequestFailed
+from api.errors import ApiError, bad_parameter, internal_error, queue_full
 from api.metrics import CompletionTimer, Metrics, PromptMeter
 from api.schemas import ParsedModel, parse
 from api.service import Service
@@ -36,6 +37,15 @@ Body = TypeVar("Body", bound=ParsedModel)
 
 
 @dataclass(frozen=True, slots=True)
+class Asker:
+    """Who asks, and what that changes about order and sharing; see `Engine.generate`."""
+    priority: int = 0
+    user: str = ""
+    cache_salt: str = ""
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Generation:
     """One completion to ask of the engine."""
     field: str                              # of the request, that the prompt came in; for errors
@@ -43,6 +53,7 @@ class Generation:
     sampling: SamplingParams
     choice: int = 0
     add_generation_prompt: bool = True
+    asker: Asker = Asker()
 
 
 class Writer(Protocol):
@@ -134,7 +145,7 @@ class Reply:
         """The engine's deltas. Raises: ParameterError, which names a prompt as the request does."""
         deltas = cast("AsyncGenerator[TextDelta, None]", self._engine.generate(
             generation.prompt, generation.sampling, choice=generation.choice,
-            add_generation_prompt=generation.add_generation_prompt))
+            add_generation_prompt=generation.add_generation_prompt, **dataclasses.asdict(generation.asker)))
         try:
             async with aclosing(deltas):
                 async for delta in deltas:
@@ -191,6 +202,8 @@ class Reply:
         """What the client learns of a failure."""
         if isinstance(error, ParameterError):
             return bad_parameter(error)
+        if isinstance(error, EngineBusy):
+            return queue_full(str(error), error.retry_after_s)
         self._end_timers("error")
         if isinstance(error, EngineDead):
             return self._service.ended()

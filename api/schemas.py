@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 import orjson
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 
-from actors.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_STRINGS
+from actors.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_PRIORITY, MAX_STOP_STRINGS
 from api.errors import ApiError
 
 MAX_CONTAINERS = 500_000                    # JSON lists and objects in a body: each costs some 60 bytes and 0.1 µs
@@ -20,6 +20,7 @@ MAX_GENERATIONS = 1024                      # prompts × n
 MAX_CHOICES = 16
 MAX_MESSAGES = 4096
 MAX_STOP_TOKEN_IDS = 1024
+MAX_NAME_CHARS = 1024                       # of user and cache_salt
 MAX_SEARCHED_BYTES = 1 << 20                # bodies past this get no field path for characters that are no text
 MAX_SHOWN_CHARS = 80                        # of a client's value or key inside an error
 
@@ -36,7 +37,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (),
     "chat_template": (), "chat_template_kwargs": ({},), "continue_final_message": (False,),
     "allowed_token_ids": (), "bad_words": ([],), "include_stop_str_in_output": (False,), "prompt_logprobs": (),
-    "truncate_prompt_tokens": (), "spaces_between_special_tokens": (True,), "priority": (0,), "cache_salt": (),
+    "truncate_prompt_tokens": (), "spaces_between_special_tokens": (True,), 
     "logits_processors": ([],), "vllm_xargs": ({},), "kv_transfer_params": (),
     "typical_p": (1,), "top_a": (0,), "tfs": (1,), "mirostat": (0,), "mirostat_mode": (0,), "dry_multiplier": (0,),
     "xtc_probability": (0,), "dynatemp_range": (0,), "top_n_sigma": (0, -1), "smoothing_factor": (0,),
@@ -166,7 +167,9 @@ class GenerationRequest(ParsedModel):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_logit_bias)] = None
-    user: str | None = None
+    user: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
     return_token_ids: bool | None = None
 
     @model_validator(mode="before")

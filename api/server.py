@@ -1,6 +1,7 @@
 """The HTTP application: routes, errors in one shape, health and metrics. Dialects bring their own routes."""
 from __future__ import annotations
 
+import math
 import re
 import uuid
 
@@ -22,6 +23,7 @@ from api.service import Service, service_of
 def create_app(service: Service) -> Starlette:
     app = Starlette(
         routes=[Route("/health", health, methods=["GET"]), Route("/metrics", metrics, methods=["GET"]),
+                Route("/debug/kv", debug_kv, methods=["GET"]),
                 *models.routes, *chat.routes, *completions.routes],
         middleware=[Middleware(RequestIds)],
         exception_handlers={ApiError: _refusal, HTTPException: _http_refusal, ClientDisconnect: _nobody,
@@ -44,6 +46,14 @@ async def health(request: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     return Response(service_of(request).metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+async def debug_kv(request: Request) -> Response:
+    """Every KV block and its owner. Only with --debug: request ids and keys of others' prompts are in it."""
+    engine = service_of(request).ready_engine()
+    if not engine.info.debug:
+        raise ApiError(404, "There is nothing at this path without --debug.", code="not_found")
+    return Response(orjson.dumps(await engine.debug_kv()), media_type="application/json")
 
 
 class RequestIds:
@@ -70,6 +80,8 @@ class RequestIds:
 async def _refusal(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError), "registered for it"
     response = Response(error.body(), error.status, media_type="application/json")
+    if error.retry_after_s is not None:
+        response.headers["retry-after"] = str(math.ceil(error.retry_after_s))
     if error.status == 413:
         response.headers["connection"] = "close"        # the rest of the body is not read
     return response

@@ -89,7 +89,7 @@ class Sampler:
         num_rows = len(logits)
         assert logits.shape[1] == self.vocab_size, f"{logits.shape[1]} logits for a vocabulary of {self.vocab_size}"
         states = [self._state(slot) for slot in slots.tolist()]
-        draws = _draws(states, positions)
+        draws = _draws(states, positions).tolist()
         token_ids = np.zeros(num_rows, dtype=np.int32)
         logprobs = np.full(num_rows, np.nan, dtype=np.float32)
         top_logprobs: list[TopLogprobs] = [()] * num_rows
@@ -273,7 +273,7 @@ def _draw(softmax: Softmax, sampling: SlotSampling, uniform: float) -> int:
         return softmax.draw(uniform)
     weights = softmax.weights(ids)
     if sampling.min_p > 0.0:
-        kept = weights >= sampling.min_p
+        kept = np.flatnonzero(weights >= sampling.min_p)
         ids, weights = ids[kept], weights[kept]
     goal = sampling.top_p * float(weights.sum()) if sampling.top_p < 1.0 else math.inf
     return softmax.draw_from(ids, weights, goal, uniform)

@@ -1,7 +1,7 @@
 """The distribution over the vocabulary that a row of logits stands for: its best tokens, its nucleus, draws from it.
 
 One compiled pass sums the row up by segments; what is asked later looks into the few segments that matter, with weights
-in float64. Only sums over the whole row are of float32 exponentials.
+in float64. Only the sums of segments are of float32 exponentials: their relative error is below 1e-6.
 """
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ LIKELY = (1e-3, 1e-4)                   # a nucleus is first sought among tokens
 class Softmax:
     """A token's weight is e^((its logit - best) / temperature): its probability times a constant, 1 of the best token.
 
-    best: the largest logit; nan or inf where the row has NaN or +inf, -inf where it has nothing else: then nothing may
-    be asked of it.
+    best: the largest logit; nan or inf where the row has NaN or +inf, -inf where it has nothing else. Of such a row
+    nothing else may be asked.
     """
 
     def __init__(self, logits: Floats32, temperature: float) -> None:
@@ -78,7 +78,7 @@ class Softmax:
         kept = logits > last
         ties = np.flatnonzero(logits == last)
         kept[ties[:num - np.count_nonzero(kept)]] = True
-        return ids[kept]
+        return ids[np.flatnonzero(kept)]
 
     def likely_ids(self, weight: float) -> Ids:
         """All tokens of at least this weight, ascending, and perhaps some a rounding error below it. weight > 0"""
@@ -125,7 +125,7 @@ class Softmax:
 
     def _at_least(self, logit: float) -> Ids:
         """Ids, ascending, of the tokens whose logit reaches this one, and perhaps some a rounding error below it."""
-        # Rounded to float32, it is the smallest one that reaches it, or less.
+        # NOTE: a bound rounded to float32 is at most the smallest float32 that reaches it: it excludes nothing.
         ids = np.empty(np.count_nonzero(self.maxima >= np.float32(logit)) * self._segments.SEGMENT, np.int64)
         return ids[:self._segments.collect(self._address, len(self.logits), self.maxima, logit, ids)]
 

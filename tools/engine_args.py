@@ -26,6 +26,24 @@ def add_engine_args(parser: argparse.ArgumentParser) -> None:
                        help="memory for the KV cache, e.g. 536870912, 512M or 2G")
     group.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE",
                        help="of the device's free memory, for weights and KV cache together")
+    group.add_argument("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_const", const=False,
+                       help="compute every prompt anew")
+    group.add_argument("--cache-scope", choices=("all", "key"),
+                       help="who may find whose prompts in the cache: all, or each API key its own (default: all)")
+    group.add_argument("--kv-tier-memory", type=memory_size, metavar="BYTES",
+                       help="host memory for cached KV blocks that must leave the device (default: 0, none)")
+    group.add_argument("--scheduling-policy", choices=("fcfs", "priority", "lpm", "fair", "deadline"),
+                       help="who comes first: arrival, priority (lower first, may preempt), longest cached prefix, "
+                            "fair shares of API keys or users, or time targets (default: fcfs)")
+    group.add_argument("--ttft-target", dest="ttft_target_s", type=float, metavar="SECONDS",
+                       help="of policy deadline: from arrival to first token")
+    group.add_argument("--itl-target", dest="itl_target_s", type=float, metavar="SECONDS",
+                       help="likewise: between two tokens; prompts are cut so that a step takes no longer")
+    group.add_argument("--max-queued-requests", type=int, metavar="N",
+                       help="that wait for a slot; more are refused with 429 and Retry-After (default: no limit)")
+    group.add_argument("--max-queued-tokens", type=int, metavar="N", help="likewise, prompt tokens of those that wait")
+    group.add_argument("--debug", action="store_const", const=True,
+                       help="audit the KV cache after every step, poison freed blocks, serve GET /debug/kv")
     group.add_argument("--seed", type=int, metavar="N",
                        help="of the sampling of requests without a seed of their own (default: a new one for each)")
     group.add_argument("--generation-config", choices=("auto", "none"),
@@ -37,7 +55,9 @@ def add_engine_args(parser: argparse.ArgumentParser) -> None:
 def engine_config(args: argparse.Namespace) -> dict[str, Any]:
     """The settings for `Engine.start(model, **settings)`: those that were given."""
     names = ("device", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory",
-             "gpu_memory_utilization", "seed", "generation_config", "threads")
+             "gpu_memory_utilization", "enable_prefix_caching", "cache_scope", "kv_tier_memory", "scheduling_policy",
+             "ttft_target_s", "itl_target_s", "max_queued_requests", "max_queued_tokens", "debug", "seed",
+             "generation_config", "threads")
     return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 

@@ -11,8 +11,9 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from actors.messages import TextDelta, TokenLogprob
+from api.engine import EngineInfo
 from api.exchange import Generation, Reply, parse_body
-from api.openai.lower import sampling_params
+from api.openai.lower import asker, sampling_params
 from api.openai.write import AnswerWriter, shown_logprob
 from api.schemas import ChatRequest
 from api.service import service_of
@@ -27,16 +28,17 @@ async def chat_completions(request: Request) -> Reply:
         engine, body, max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None)
     messages = [message.plain() for message in body.messages]
-    generations = [Generation("messages", messages, sampling, choice, body.add_generation_prompt is not False)
+    generations = [Generation("messages", messages, sampling, choice, body.add_generation_prompt is not False,
+                              asker(request, body))
                    for choice in range(body.num_choices)]
-    return Reply(service, engine, generations, ChatWriter(body, engine.info.model), bool(body.stream))
+    return Reply(service, engine, generations, ChatWriter(body, engine.info), bool(body.stream))
 
 
 class ChatWriter(AnswerWriter):
     """Deltas → chat.completion.chunk events, or one chat.completion document."""
 
-    def __init__(self, request: ChatRequest, model: str) -> None:
-        super().__init__(request, model, "chatcmpl", "chat.completion.chunk", "chat.completion")
+    def __init__(self, request: ChatRequest, info: EngineInfo) -> None:
+        super().__init__(request, info, "chatcmpl", "chat.completion.chunk", "chat.completion")
         self._with_logprobs = bool(request.logprobs)
         self._begun: set[int] = set()           # completions whose role is out
 

@@ -14,7 +14,7 @@ from actors.messages import TextDelta, TokenLogprob
 from api.engine import Engine
 from api.errors import ApiError
 from api.exchange import Generation, Reply, parse_body
-from api.openai.lower import sampling_params
+from api.openai.lower import asker, sampling_params
 from api.openai.write import AnswerWriter, shown_logprob, shown_token
 from api.schemas import CompletionRequest, NamedPrompt
 from api.service import service_of
@@ -32,7 +32,8 @@ async def completions(request: Request) -> Reply:
     scores_prompt = body.echo and (body.logprobs is not None or body.max_tokens == 0)
     sampling = sampling_params(engine, body, body.max_tokens, DEFAULT_MAX_TOKENS, logprobs=body.logprobs,
                                prompt_logprobs=(body.logprobs or 0) if scores_prompt else None)
-    generations = [Generation(prompt.field, prompt.value, sampling, choice) for prompt in body.prompt
+    who = asker(request, body)
+    generations = [Generation(prompt.field, prompt.value, sampling, choice, asker=who) for prompt in body.prompt
                    for choice in range(body.num_choices)]
     return Reply(service, engine, generations, CompletionWriter(body, engine), bool(body.stream))
 
@@ -49,7 +50,7 @@ class CompletionWriter(AnswerWriter):
     """Deltas → text_completion events, or one text_completion document."""
 
     def __init__(self, request: CompletionRequest, engine: Engine) -> None:
-        super().__init__(request, engine.info.model, "cmpl", "text_completion", "text_completion")
+        super().__init__(request, engine.info, "cmpl", "text_completion", "text_completion")
         self._prompts = request.prompt
         self._echo = bool(request.echo)
         self._with_logprobs = request.logprobs is not None

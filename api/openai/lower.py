@@ -1,16 +1,27 @@
 """What chat and completions have in common on the way down: a request's fields become sampling parameters."""
 from __future__ import annotations
 
+import hashlib
 from typing import Any
+
+from starlette.requests import Request
 
 from actors.sampling_params import ParameterError, SamplingParams
 from api.engine import Engine
 from api.errors import bad_parameter
+from api.exchange import Asker
 from api.schemas import GenerationRequest
 
 _SAMPLING_FIELDS = ("min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
                     "stop_token_ids", "ignore_eos", "skip_special_tokens", "presence_penalty", "frequency_penalty",
                     "repetition_penalty")
+
+
+def asker(http: Request, request: GenerationRequest) -> Asker:
+    """NOTE: a key is known by its hash alone: what names a tenant may show in --debug, a key may not."""
+    key = http.headers.get("authorization", "")
+    return Asker(priority=request.priority or 0, user=request.user or "", cache_salt=request.cache_salt or "",
+                 tenant=hashlib.sha256(key.encode()).hexdigest()[:32] if key else "")
 
 
 def sampling_params(engine: Engine, request: GenerationRequest, max_tokens: int | None,

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from actors.messages import TextDelta, TokenLogprob
+from api.engine import EngineInfo
 from api.errors import ApiError
 from api.schemas import GenerationRequest
 from api.sse import DONE, event
@@ -18,10 +19,10 @@ LOWEST_LOGPROB = -9999.0                        # JSON has no -inf
 class AnswerWriter:
     """The frame round the choices of one answer. Usage counts a prompt once, whatever n is, and all completions."""
 
-    def __init__(self, request: GenerationRequest, model: str, id_prefix: str, chunk_kind: str,
+    def __init__(self, request: GenerationRequest, info: EngineInfo, id_prefix: str, chunk_kind: str,
                  document_kind: str) -> None:
         # NOTE: nothing inside is keyed by this id, nor by one that a client sent: two requests never share a key.
-        head = {"id": f"{id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        head = {"id": f"{id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": info.model}
         self._chunk_head = {**head, "object": chunk_kind}
         self._document_head = {**head, "object": document_kind}
         self.num_choices = request.num_choices
@@ -30,6 +31,7 @@ class AnswerWriter:
         self._before = b"data: " + orjson.dumps(self._chunk_head)[:-1] + b',"choices":['
         self._after = b'],"usage":null}\n\n' if self._with_usage else b"]}\n\n"
         self._num_prompt_tokens = self._num_cached_tokens = self._num_output_tokens = 0
+        self._cache_misses: list[str] | None = [] if info.debug else None
         self.with_token_ids = bool(request.return_token_ids)
 
     def add_usage(self, index: int, completion: TextDelta) -> None:
@@ -40,6 +42,8 @@ class AnswerWriter:
         if index % self.num_choices == 0:
             self._num_prompt_tokens += usage.num_prompt_tokens
             self._num_cached_tokens += usage.num_cached_tokens
+            if self._cache_misses is not None:
+                self._cache_misses.append(usage.cache_miss)
 
     def chunk(self, choice: dict[str, Any]) -> bytes:
         return self._before + orjson.dumps(choice) + self._after
@@ -56,9 +60,12 @@ class AnswerWriter:
         return orjson.dumps({**self._document_head, "choices": choices, "usage": self._usage(), **extra})
 
     def _usage(self) -> dict[str, Any]:
+        details: dict[str, Any] = {"cached_tokens": self._num_cached_tokens}
+        if self._cache_misses is not None:      # with --debug: why no more of each prompt was found
+            details["cache_miss"] = self._cache_misses
         return {"prompt_tokens": self._num_prompt_tokens, "completion_tokens": self._num_output_tokens,
                 "total_tokens": self._num_prompt_tokens + self._num_output_tokens,
-                "prompt_tokens_details": {"cached_tokens": self._num_cached_tokens}}
+                "prompt_tokens_details": details}
 
 
 def shown_logprob(logprob: float) -> float | None:

@@ -1,5 +1,5 @@
-"""What the sampler does over and over with a row of logits, compiled: a summary of each segment in one pass, so that
-later questions look into few segments; the ids that matter; the draw."""
+"""What sampling does with every row of logits, compiled: one pass that sums the row up by segments, so that whatever is
+asked later looks into few of them; the ids of large logits; the draw."""
 from __future__ import annotations
 
 import math
@@ -39,17 +39,18 @@ def scale(builder: ir.IRBuilder, x: ir.Value, exponent: ir.Value) -> ir.Value:
 
 @inner
 def exp2(x: Any) -> Any:
-    """2^x for x <= 0, relative error below 3e-7 where that is above 1e-30; 0 below 2^-126. Half the work of e^x."""
-    smallest, lowest = splat(np.float32(2.0**-126)), splat(np.float32(-126.0))
+    """2^x for x <= 0 with a relative error below 3e-7, or 1e-37 if that is more; 0 for -inf, NaN for NaN."""
     magic = splat(np.float32(1.5 * 2.0**23))    # adding it rounds to an integer and leaves that in the low bits
-    x = maximum(lowest, x)                      # a NaN stays
+    x = maximum(splat(np.float32(-126.0)), x)   # the smallest normal result; in this order a NaN stays
     rounded = x + magic
     f = x - (rounded - magic)
     p = fma(splat(np.float32(0.0013264709)), f, splat(np.float32(0.0096715111)))
     p = fma(p, f, splat(np.float32(0.05550734)))
     p = fma(p, f, splat(np.float32(0.24022242)))
     p = fma(p, f, splat(np.float32(0.693147)))
-    return scale(fma(p, f, splat(np.float32(1.0))), rounded) - smallest
+    p = scale(fma(p, f, splat(np.float32(1.0))), rounded)
+    # Less the smallest result, so that nothing remains of -inf. NOTE: `scale` makes a number of some NaNs.
+    return p + fma(x, splat(np.float32(0.0)), splat(np.float32(-(2.0**-126))))
 
 
 @entry_point("void(int64, float64, float32[::1], float32[::1])")
@@ -87,9 +88,9 @@ def collect(row: int, count: int, maxima: NDArray[np.float32], bound: float, ids
 def draw(weights: NDArray[np.float64], goal: float, uniform: float, room: NDArray[np.float64]) -> int:
     """An index, each as likely as its share of the weights, of the nucleus: the fewest largest weights whose sum
     reaches `goal`, among equals the first; all where they do not. 0 <= uniform < 1; room as long as weights."""
-    # Quickselect by sums. Kept: what is above `threshold`, and the first `ties` of those equal to it.
-    threshold, ties = -1.0, 0
-    above = 0.0                                 # the sum of those known to be kept and no longer in `room`
+    # Quickselect by sums. Kept is what is above `threshold`, and the first `ties` of those equal to it. In `room` are
+    # those not decided yet; `above` is the sum of those decided to be kept, always less than `goal`.
+    threshold, ties, above = -1.0, 0, 0.0
     size = len(weights) if goal < np.inf else 0
     for i in range(size):
         room[i] = weights[i]

@@ -15,7 +15,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from actors.messages import Finish, TextDelta, TokenLogprob, Usage
-from api.engine import EngineDead, EngineInfo, EngineStats, ParameterError, PromptInput, RequestFailed, SamplingParams
+from api.engine import (
+    EngineBusy,
+    EngineDead,
+    EngineInfo,
+    EngineStats,
+    ParameterError,
+    PromptInput,
+    RequestFailed,
+    SamplingParams,
+)
 
 VOCAB_SIZE = 258
 EOS, SPECIAL = 256, 257
@@ -37,6 +46,7 @@ class Call:
     choice: int
     state: str = "waiting"                      # waiting, running, finished, aborted
     num_deltas: int = 0
+    asker: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -74,14 +84,16 @@ class FakeEngine(Recorder):
         yield cls()
 
     async def generate(self, prompt: PromptInput, sampling: SamplingParams | None = None, *, choice: int = 0,
-                       add_generation_prompt: bool = True) -> AsyncIterator[TextDelta]:
+                       add_generation_prompt: bool = True, **asker: Any) -> AsyncIterator[TextDelta]:
         sampling = sampling or self.default_sampling()
-        call = Call(prompt, sampling, choice)
+        call = Call(prompt, sampling, choice, asker=asker)
         self.calls.append(call)
         self.note()
         try:
             self._check_alive()
             text, ids = self._encode(prompt, sampling)
+            if "BUSY" in text:
+                raise EngineBusy("7 requests are waiting, at most 7 may", 2.5)
             if "REFUSE" in text:
                 await self._hold()
                 raise ParameterError("prompt", "is refused")
