@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from actors.executor import Executor
 from actors.kv_pool import KVPool
@@ -26,9 +26,9 @@ from actors.policy.scheduler import SchedulerConfig, SchedulerMessage, Scheduler
 from actors.sampling_params import ParameterError, SamplingParams
 from actors.scheduler import Scheduler
 from actors.tokenizer import CacheNames, Tokenizer
-from cuda.kv_cache import block_bytes, kv_groups, size_kv_cache
+from cuda.kv_cache import kv_groups, size_kv_cache
 from cuda.memory import available_host_bytes
-from cuda.ops import BLOCK_SIZE, KVGroupSpec, Ops
+from cuda.ops import BLOCK_SIZE, KV_DTYPES, KVDtype, KVGroupSpec, Ops
 from cuda.runner import Runner
 from weights.hub import resolve
 from weights.load import ModelFile, open_model
@@ -54,6 +54,7 @@ class EngineConfig:
     max_num_seqs: int = 64                  # sequences that run at once
     max_num_batched_tokens: int = 512       # tokens of one step
     kv_cache_memory: int | None = None      # bytes
+    kv_dtype: KVDtype | Literal["auto"] = "auto"    # of stored keys and values; auto: float32
     kv_tier_memory: int = 0                 # bytes of host memory for KV blocks that must leave the device
     gpu_memory_utilization: float | None = None     # share of the device's free memory for weights and KV together
     seed: int | None = None                 # of requests without one of their own; None: drawn anew
@@ -86,6 +87,8 @@ class EngineConfig:
         check_policy(self.scheduling_policy, self.ttft_target_s, self.itl_target_s)
         if self.cache_scope not in ("all", "key"):
             raise ValueError(f"cache_scope must be all or key, got {self.cache_scope!r}")
+        if self.kv_dtype not in ("auto", *KV_DTYPES):
+            raise ValueError(f"kv_dtype must be auto, {', '.join(KV_DTYPES)}, got {self.kv_dtype!r}")
         if self.generation_config not in ("auto", "none"):
             raise ValueError(f"generation_config must be auto or none, got {self.generation_config!r}")
 
@@ -96,6 +99,7 @@ class Sizes:
     max_model_len: int
     num_blocks: tuple[int, ...]             # a KV group
     num_tier_blocks: tuple[int, ...]        # likewise, in host memory
+    kv_dtype: KVDtype
     kv_bytes: int
     kv_bytes_per_token: float               # of a sequence of full length
     num_full_sequences: int                 # of max_model_len tokens that fit at once
@@ -251,12 +255,17 @@ class System:
         begin_s = time.perf_counter()
         weights = model.weights()
         self.file_bytes, self.weight_bytes = model.stored_bytes, weights.nbytes
-        self.sizes = choose_sizes(self.config, model.spec, weights.nbytes, available)
         self.start_up.stage("weights", begin_s)
         begin_s = time.perf_counter()
-        runner = Runner(model.spec, weights, make_ops(self.device, self.config), self.sizes.num_blocks,
-                        self.config.max_num_seqs, self.config.max_num_batched_tokens, self.sizes.max_model_len,
-                        self.sizes.num_tier_blocks)
+        ops = make_ops(self.device, self.config)
+        try:
+            self.sizes = choose_sizes(self.config, model.spec, weights.nbytes, available, ops)
+            runner = Runner(model.spec, weights, ops, self.sizes.num_blocks, self.config.max_num_seqs,
+                            self.config.max_num_batched_tokens, self.sizes.max_model_len, self.sizes.num_tier_blocks,
+                            self.sizes.kv_dtype)
+        except BaseException:
+            ops.close()
+            raise
         self.start_up.stage("back end", begin_s)
         return runner
 
@@ -283,7 +292,11 @@ def make_ops(device: str, config: EngineConfig) -> Ops:
     return HostOps(config.threads)
 
 
-def choose_sizes(config: EngineConfig, spec: ModelSpec, weight_bytes: int, available: int) -> Sizes:
+def choose_kv_dtype(config: EngineConfig) -> KVDtype:
+    return "float32" if config.kv_dtype == "auto" else config.kv_dtype
+
+
+def choose_sizes(config: EngineConfig, spec: ModelSpec, weight_bytes: int, available: int, ops: Ops) -> Sizes:
     """Context length and KV blocks, where `available` bytes of memory hold the weights too.
 
     Raises: ValueError with the arithmetic where something asked for does not fit.
@@ -292,12 +305,13 @@ def choose_sizes(config: EngineConfig, spec: ModelSpec, weight_bytes: int, avail
     if max_model_len > spec.max_position:
         raise ValueError(f"max_model_len {max_model_len} is more than the {spec.max_position} positions that the model "
                          f"was trained for")
-    groups = kv_groups(spec)
+    groups, kv_dtype = kv_groups(spec), choose_kv_dtype(config)
+    block_bytes = [ops.kv_block_bytes(group, kv_dtype) for group in groups]
     tier_bytes = config.kv_tier_memory
-    num_tier_blocks = tier_bytes // sum(block_bytes(group) for group in groups)
+    num_tier_blocks = tier_bytes // sum(block_bytes)
     if tier_bytes and not num_tier_blocks:
         raise ValueError(f"kv_tier_memory {_size(tier_bytes)} does not hold one block of {BLOCK_SIZE} tokens, which "
-                         f"takes {_size(sum(block_bytes(group) for group in groups))}")
+                         f"takes {_size(sum(block_bytes))}")
     tier = f" and kv_tier_memory {_size(tier_bytes)}" if tier_bytes else ""
     source = "a quarter of the free memory"
     kv_bytes = int((available - weight_bytes - tier_bytes) * DEFAULT_KV_SHARE)
@@ -312,22 +326,23 @@ def choose_sizes(config: EngineConfig, spec: ModelSpec, weight_bytes: int, avail
         if kv_bytes <= 0:
             raise ValueError(f"gpu_memory_utilization {share:g} of {_size(available)} free memory does not hold the "
                              f"weights of {_size(weight_bytes)}{tier}")
-    num_blocks = size_kv_cache(groups, kv_bytes, config.max_num_seqs, max_model_len, config.max_num_batched_tokens)
+    num_blocks = size_kv_cache(groups, block_bytes, kv_bytes, config.max_num_seqs, max_model_len,
+                               config.max_num_batched_tokens)
     fits = longest_sequence(groups, num_blocks)
     if fits < max_model_len:
         # What nobody asked for may be cut, and is said at the start; what was asked for is refused.
         is_asked = config.max_model_len or config.kv_cache_memory or config.gpu_memory_utilization
         if is_asked or not fits:
-            need = [block_bytes(group) * n for group, n in zip(groups, blocks_of(groups, max_model_len), strict=True)]
+            need = [size * n for size, n in zip(block_bytes, blocks_of(groups, max_model_len), strict=True)]
             raise ValueError(
                 f"a sequence of max_model_len {max_model_len} tokens needs {_size(sum(need))} of KV cache, {source} "
                 f"gives {_size(kv_bytes)}, which holds {fits} tokens: lower max_model_len or raise kv_cache_memory")
         max_model_len = fits
-    used = sum(n * block_bytes(group) for n, group in zip(num_blocks, groups, strict=True))
+    used = sum(size * n for size, n in zip(block_bytes, num_blocks, strict=True))
     needed = blocks_of(groups, max_model_len)
-    sequence_bytes = sum(n * block_bytes(group) for n, group in zip(needed, groups, strict=True))
-    return Sizes(max_model_len, num_blocks, (num_tier_blocks,) * len(groups), used, sequence_bytes / max_model_len,
-                 min(n // need for n, need in zip(num_blocks, needed, strict=True)))
+    sequence_bytes = sum(size * n for size, n in zip(block_bytes, needed, strict=True))
+    return Sizes(max_model_len, num_blocks, (num_tier_blocks,) * len(groups), kv_dtype, used,
+                 sequence_bytes / max_model_len, min(n // need for n, need in zip(num_blocks, needed, strict=True)))
 
 
 def blocks_of(groups: Sequence[KVGroupSpec], num_tokens: int) -> tuple[int, ...]:

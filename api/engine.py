@@ -55,6 +55,7 @@ class EngineInfo:
     max_model_len: int                      # tokens a request may have, prompt and output together
     kv_capacity_tokens: int
     kv_bytes: int
+    kv_dtype: str                           # what keys and values are stored as
     file_bytes: int                         # of the weights in their file
     weight_bytes: int                       # and in memory
     max_num_seqs: int
@@ -185,6 +186,10 @@ class Engine:
         """The model's own sampling defaults, with `changes`."""
         return SamplingParams(**{**self.info.default_sampling, **changes})
 
+    def encode(self, text: str) -> list[int]:
+        """The ids of a raw prompt, as `generate` makes them. Raises: ValueError for text that has none."""
+        return self._system.vocab.encode(text)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Token ids as text, control tokens included: what an echoed prompt reads."""
         return self._system.vocab.decode(token_ids)
@@ -261,7 +266,7 @@ def _info(system: System) -> EngineInfo:
         architecture=system.spec.architecture, vocab_size=system.spec.vocab_size,
         max_model_len=system.sizes.max_model_len,
         kv_capacity_tokens=system.sizes.kv_capacity_tokens, kv_bytes=system.sizes.kv_bytes,
-        file_bytes=system.file_bytes, weight_bytes=system.weight_bytes,
+        kv_dtype=system.sizes.kv_dtype, file_bytes=system.file_bytes, weight_bytes=system.weight_bytes,
         max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
         device=system.device, device_reason=system.device_reason,
         stop_token_ids=stop_ids, stop_tokens=tuple(vocab.token_text(i) for i in stop_ids),

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from cuda.ops import BLOCK_SIZE, KVGroupSpec
 from weights.spec import ModelSpec
 
-FLOAT32_BYTES = 4
-
 
 def kv_groups(spec: ModelSpec) -> tuple[KVGroupSpec, ...]:
     """Layers of like geometry, full attention first. Llama has one group, Gemma one with a window and one without."""
@@ -19,20 +17,16 @@ def kv_groups(spec: ModelSpec) -> tuple[KVGroupSpec, ...]:
                  for window in windows)
 
 
-def block_bytes(group: KVGroupSpec) -> int:
-    """Memory of one block of `group`, all its layers together, float32."""
-    return len(group.layers) * group.kv_heads * BLOCK_SIZE * (group.k_dim + group.v_dim) * FLOAT32_BYTES
-
-
 def blocks_for(num_tokens: int) -> int:
     """Blocks that hold `num_tokens` tokens."""
     return -(-num_tokens // BLOCK_SIZE)
 
 
-def size_kv_cache(groups: Sequence[KVGroupSpec], kv_bytes: int, max_num_seqs: int, max_model_len: int,
-                  max_num_batched_tokens: int) -> tuple[int, ...]:
+def size_kv_cache(groups: Sequence[KVGroupSpec], block_bytes: Sequence[int], kv_bytes: int, max_num_seqs: int,
+                  max_model_len: int, max_num_batched_tokens: int) -> tuple[int, ...]:
     """Blocks of each group: as many as `kv_bytes` hold, not more than `max_num_seqs` full-length sequences can use.
 
+    block_bytes: of each group, as `Ops.kv_block_bytes` says them.
     A sequence holds in a group with a window no more than the window and one step's tokens.
     """
     def useful(group: KVGroupSpec) -> int:
@@ -45,7 +39,7 @@ def size_kv_cache(groups: Sequence[KVGroupSpec], kv_bytes: int, max_num_seqs: in
         return tuple(min(n, useful(group)) for group in groups)
 
     def cost(n: int) -> int:
-        return sum(count * block_bytes(group) for count, group in zip(counts(n), groups, strict=True))
+        return sum(count * num_bytes for count, num_bytes in zip(counts(n), block_bytes, strict=True))
 
     low, high = 0, max(useful(group) for group in groups)
     while low < high:                       # the largest n whose cost fits

@@ -14,7 +14,7 @@ Rules of the contract:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,11 @@ BLOCK_SIZE = 16                             # B: tokens in a KV block
 
 Array = Any                                 # the back end's own array type; NumPy on reference and host
 Ints = NDArray[np.int32]
+
+# What keys and values are stored as, all rounded to nearest, ties to even. int8: each token's k and v of each kv head
+# have a float32 scale, the largest size in it / 127; scale times code is what attention reads.
+KVDtype: TypeAlias = Literal["float32", "bf16", "int8"]
+KV_DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +69,15 @@ class Ops(Protocol):
         Also sizes the workspace for steps of up to `max_tokens` tokens and tables of up to `max_position` positions."""
         ...
 
-    def allocate_kv(self, group: KVGroupSpec, num_blocks: int) -> Array:
+    def kv_block_bytes(self, group: KVGroupSpec, dtype: KVDtype) -> int:
+        """Memory that `allocate_kv` takes for each block of the group, all its layers together."""
+        ...
+
+    def allocate_kv(self, group: KVGroupSpec, num_blocks: int, dtype: KVDtype) -> Array:
         """Zeroed KV cache of a group, opaque to the caller; passed back to store_kv, attend and the block ops."""
         ...
 
-    def allocate_tier(self, group: KVGroupSpec, num_blocks: int) -> Array:
+    def allocate_tier(self, group: KVGroupSpec, num_blocks: int, dtype: KVDtype) -> Array:
         """Host memory for blocks of a group, only for copy_blocks; bytes come back as they went."""
         ...
 

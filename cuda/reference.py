@@ -6,20 +6,62 @@ a matrix product over all rows at once would not do (BLAS picks its kernel, and 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cuda.ops import BLOCK_SIZE, Batch, Ints, KVGroupSpec
+from cuda.ops import BLOCK_SIZE, Batch, Ints, KVDtype, KVGroupSpec
 from weights.load import LayerWeights, ModelWeights
 from weights.quant import Dense, Linear, Weight, dequantize
 from weights.spec import ModelSpec, RopeSpec
 
 Floats = NDArray[np.float32]
 
+_STORED: dict[KVDtype, type[np.generic]] = {"float32": np.float32, "bf16": np.uint16, "int8": np.int8}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ReferenceKVCache:
+    """Of a group. 2: keys, values."""
+    dtype: KVDtype
+    data: NDArray[Any]                      # [layers, 2, N, G, B, D]; bfloat16 as its bits
+    scales: Floats                          # [layers, 2, N, G, B], where int8
+
+    def write(self, index: tuple[Any, ...], x: Floats) -> None:
+        """Rows x [..., D] at `index` of all dimensions but the last."""
+        if self.dtype == "int8":
+            self.data[index], self.scales[index] = to_int8(x)
+        else:
+            self.data[index] = to_bf16(x) if self.dtype == "bf16" else x
+
+    def read(self, index: tuple[Any, ...]) -> NDArray[np.float64]:
+        data = self.data[index]
+        if self.dtype == "bf16":
+            data = (data.astype(np.uint32) << 16).view(np.float32)
+        wide: NDArray[np.float64] = data.astype(np.float64)
+        return wide * self.scales[index][..., None] if self.dtype == "int8" else wide
+
+
+def to_bf16(x: Floats) -> NDArray[np.uint16]:
+    """The bits of the nearest bfloat16, of the even one where two are; a NaN stays one."""
+    bits = x.view(np.uint32)
+    rounded = np.where(np.isnan(x), bits | 0x400000, bits + 0x7FFF + (bits >> 16 & 1))
+    return (rounded >> 16).astype(np.uint16)
+
+
+def to_int8(x: Floats) -> tuple[NDArray[np.int8], Floats]:
+    """Codes -127..127 and the scale of each row [..., D]; the scale is NaN where a number of the row is not finite."""
+    largest = np.abs(x).max(axis=-1)
+    scale = np.where(np.isfinite(largest), largest / np.float32(127), np.float32(np.nan))
+    # Nothing to divide by where all are zero, or so small that the scale is.
+    usable = scale > 0
+    codes = np.rint(np.where(usable[..., None], x, 0) / np.where(usable, scale, 1)[..., None])
+    return np.clip(codes, -127, 127).astype(np.int8), scale
+
 
 class ReferenceOps:
-    """See `cuda.ops.Ops`. Weights are dequantized to float32 once; the KV cache is float32 [layers, 2, N, G, B, D]."""
+    """See `cuda.ops.Ops`. Weights are dequantized to float32 once."""
 
     name = "reference"
 
@@ -42,12 +84,18 @@ class ReferenceOps:
         head = Linear((embed,), weights.head.bias) if tied else linear(weights.head)
         return ModelWeights(embed, tuple(layer(block) for block in weights.layers), weights.norm, head)
 
-    def allocate_kv(self, group: KVGroupSpec, num_blocks: int) -> Floats:
-        assert group.k_dim == group.v_dim, "k and v share one array here"
-        return np.zeros((len(group.layers), 2, num_blocks, group.kv_heads, BLOCK_SIZE, group.k_dim), np.float32)
+    def kv_block_bytes(self, group: KVGroupSpec, dtype: KVDtype) -> int:
+        block = self.allocate_kv(group, 1, dtype)
+        return block.data.nbytes + block.scales.nbytes
 
-    def allocate_tier(self, group: KVGroupSpec, num_blocks: int) -> Floats:
-        return self.allocate_kv(group, num_blocks)
+    def allocate_kv(self, group: KVGroupSpec, num_blocks: int, dtype: KVDtype) -> ReferenceKVCache:
+        assert group.k_dim == group.v_dim, "k and v share one array here"
+        rows = (len(group.layers), 2, num_blocks, group.kv_heads, BLOCK_SIZE)
+        return ReferenceKVCache(dtype, np.zeros((*rows, group.k_dim), _STORED[dtype]),
+                                np.zeros(rows if dtype == "int8" else 0, np.float32))
+
+    def allocate_tier(self, group: KVGroupSpec, num_blocks: int, dtype: KVDtype) -> ReferenceKVCache:
+        return self.allocate_kv(group, num_blocks, dtype)
 
     def begin(self, batch: Batch) -> None:
         self.batch = batch
@@ -91,15 +139,15 @@ class ReferenceOps:
             part[..., :half] = low * cos - high * sin
             part[..., half:2 * half] = high * cos + low * sin
 
-    def store_kv(self, qkv: Floats, cache: Floats, layer: int, slot_mapping: Ints) -> None:
+    def store_kv(self, qkv: Floats, cache: ReferenceKVCache, layer: int, slot_mapping: Ints) -> None:
         spec = self.spec
         heads = qkv.reshape(len(qkv), -1, spec.head_dim)
         k, v = heads[:, spec.num_heads:-spec.num_kv_heads], heads[:, -spec.num_kv_heads:]       # [T, G, D]
         block, offset = slot_mapping // BLOCK_SIZE, slot_mapping % BLOCK_SIZE
-        cache[layer, 0, block, :, offset] = k
-        cache[layer, 1, block, :, offset] = v
+        cache.write((layer, 0, block, slice(None), offset), k)
+        cache.write((layer, 1, block, slice(None), offset), v)
 
-    def attend(self, qkv: Floats, cache: Floats, layer: int, block_table: Ints, scale: float,
+    def attend(self, qkv: Floats, cache: ReferenceKVCache, layer: int, block_table: Ints, scale: float,
                window: int | None, softcap: float | None) -> Floats:
         spec, batch = self.spec, self.batch
         group_size = spec.num_heads // spec.num_kv_heads
@@ -111,8 +159,8 @@ class ReferenceOps:
                 start = 0 if window is None else max(0, end - window)
                 positions = np.arange(start, end)
                 blocks, offsets = table[positions // BLOCK_SIZE], positions % BLOCK_SIZE
-                keys = cache[layer, 0, blocks, :, offsets].astype(np.float64)                   # [keys, G, D]
-                values = cache[layer, 1, blocks, :, offsets].astype(np.float64)
+                keys = cache.read((layer, 0, blocks, slice(None), offsets))                     # [keys, G, D]
+                values = cache.read((layer, 1, blocks, slice(None), offsets))
                 for head in range(spec.num_heads):
                     kv_head = head // group_size
                     scores = np.ascontiguousarray(keys[:, kv_head]) @ queries[row, head].astype(np.float64) * scale
@@ -151,10 +199,14 @@ class ReferenceOps:
     def close(self) -> None:
         """Nothing to give back."""
 
-    def copy_blocks(self, source: Floats, destination: Floats, pairs: Ints) -> None:
+    def copy_blocks(self, source: ReferenceKVCache, destination: ReferenceKVCache, pairs: Ints) -> None:
         # NOTE: one by one and in order: a destination may be a later pair's source.
         for old, new in pairs:
-            destination[:, :, new] = source[:, :, old]
+            destination.data[:, :, new] = source.data[:, :, old]
+            if source.dtype == "int8":
+                destination.scales[:, :, new] = source.scales[:, :, old]
 
-    def poison_blocks(self, cache: Floats, block_ids: Ints) -> None:
-        cache[:, :, block_ids] = np.nan
+    def poison_blocks(self, cache: ReferenceKVCache, block_ids: Ints) -> None:
+        layers, kv_heads, head_dim = cache.data.shape[0], cache.data.shape[3], cache.data.shape[-1]
+        nothing = np.full((layers, 2, len(block_ids), kv_heads, BLOCK_SIZE, head_dim), np.nan, np.float32)
+        cache.write((slice(None), slice(None), block_ids), nothing)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from cuda.kv_cache import kv_groups
 from cuda.model import Transformer
-from cuda.ops import BLOCK_SIZE, Array, Batch, Ints, Ops
+from cuda.ops import BLOCK_SIZE, Array, Batch, Ints, KVDtype, Ops
 from cuda.sampler import Sampled, Sampler, SlotSampling, TopLogprobs
 from weights.load import ModelWeights
 from weights.spec import ModelSpec
@@ -42,15 +42,15 @@ class Runner:
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights, ops: Ops, num_blocks: Sequence[int],
                  max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int,
-                 num_tier_blocks: Sequence[int] | None = None) -> None:
+                 num_tier_blocks: Sequence[int] | None = None, kv_dtype: KVDtype = "float32") -> None:
         """num_blocks, num_tier_blocks: on the device and in host memory, one count a KV group each."""
         self.spec, self.ops = spec, ops
         self.groups = kv_groups(spec)
         # A step can hold a row of every decoding slot beside its chunks' budget.
         prepared = ops.prepare(spec, weights, max(max_num_batched_tokens, max_num_seqs), max_model_len)
         self.model = Transformer(spec, prepared, ops, self.groups)
-        self.caches = [ops.allocate_kv(group, n) for group, n in zip(self.groups, num_blocks, strict=True)]
-        self.tiers = [ops.allocate_tier(group, n) if n else None
+        self.caches = [ops.allocate_kv(group, n, kv_dtype) for group, n in zip(self.groups, num_blocks, strict=True)]
+        self.tiers = [ops.allocate_tier(group, n, kv_dtype) if n else None
                       for group, n in zip(self.groups, num_tier_blocks or [0] * len(self.groups), strict=True)]
         self.sampler = Sampler(max_num_seqs, spec.vocab_size)
         self.max_num_tokens = max(max_num_batched_tokens, max_num_seqs)

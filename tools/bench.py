@@ -10,14 +10,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.metadata
-import json
 import math
-import os
-import platform
 import random
 import secrets
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -31,13 +26,12 @@ from tools.bench_report import RequestRecord
 from tools.bench_workloads import Request
 from tools.client_args import SWITCH_INTERVAL_S, EngineFactory, reject_engine_args
 from tools.engine_args import add_engine_args, engine_config, start_logging
+from tools.json_report import check_report_path, write_report
 from tools.openai_stream import first_model, stream_completion
 from tools.sse_client import ServerError, server_root
 
 if TYPE_CHECKING:
     from api.engine import Engine, EngineStats
-
-DATE_FORMAT = "%Y%m%d-%H%M%S"
 
 
 class Target(Protocol):
@@ -153,8 +147,7 @@ class Bench:
             if value is not None and value < least:
                 raise ValueError(f"{flag}: must be at least {least}, got {value}")
         SamplingParams(temperature=args.temperature)
-        if args.json is not None and not args.json.parent.is_dir():
-            raise ValueError(f"--json: {args.json.parent} is not a directory")
+        check_report_path(args.json)
         self.seed = secrets.randbits(32) if args.seed is None else args.seed
 
     async def on_server(self) -> int:
@@ -220,18 +213,14 @@ class Bench:
         args = self.args
         print(bench_report.console_block(metrics, args.concurrency, args.request_rate))
         if args.json is not None:
-            document = {
-                "date": time.strftime(DATE_FORMAT), "backend": backend, "model_id": model,
-                "num_prompts": args.num_prompts,
+            write_report(args.json, "bench", self.command, {
+                "backend": backend, "model_id": model, "num_prompts": args.num_prompts,
                 "request_rate": args.request_rate if math.isfinite(args.request_rate) else "inf",
                 "burstiness": args.burstiness, "max_concurrency": args.concurrency, **metrics, **extra,
                 "input_len": args.input_len, "output_len": args.output_len, "shared_prefix": args.shared_prefix,
                 "endpoint": args.endpoint, "ignore_eos": args.ignore_eos, "temperature": args.temperature,
                 "num_warmups": args.num_warmups, "seed": self.seed, "goodput": self.goodput,
-                "command": shlex.join(["python", "-m", "tools.bench", *self.command]),
-                "machine": _machine(), "versions": _versions(),
-            }
-            _write_whole(args.json, json.dumps(document, indent=2) + "\n")
+            })
         return 0 if metrics["completed"] else 1
 
 
@@ -258,37 +247,6 @@ def _progress(word: str, num_requests: int) -> Callable[[int], None]:
         return lambda num_done: None
     return lambda num_done: print(f"\rbench: {num_done}/{num_requests} {word}", file=sys.stderr, flush=True,
                                   end="\n" if num_done == num_requests else "")
-
-
-def _machine() -> dict[str, Any]:
-    processor = platform.processor() or platform.machine()
-    try:
-        names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-                 if line.startswith("model name")]
-    except OSError:                         # not Linux
-        names = []
-    return {"platform": platform.platform(), "processor": names[0] if names else processor, "cpus": os.cpu_count()}
-
-
-def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {"python": platform.python_version()}
-    for package in ("troupe", "numpy", "numba"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:     # run from a source tree that is not installed
-            versions[package] = None
-    return versions
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """The file is there whole or not at all."""
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
 
 
 def _parser() -> argparse.ArgumentParser:

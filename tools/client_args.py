@@ -17,10 +17,11 @@ EngineFactory: TypeAlias = Callable[..., AbstractAsyncContextManager["Engine"]] 
 SWITCH_INTERVAL_S = 2e-4
 
 
-def reject_engine_args(args: argparse.Namespace, allowed: Collection[str]) -> None:
-    """Raises: ValueError where a flag of the engine, but those `allowed`, was given although `--url` names a server."""
+def reject_engine_args(args: argparse.Namespace, allowed: Collection[str],
+                       reason: str = "is a setting of the engine and cannot be used with --url") -> None:
+    """Raises: ValueError where a flag of the engine, but those `allowed`, was given."""
     defaults = argparse.ArgumentParser()
     add_engine_args(defaults)
     for name, default in vars(defaults.parse_args([])).items():
         if name not in allowed and getattr(args, name) != default:
-            raise ValueError(f"--{name.replace('_', '-')} is a setting of the engine and cannot be used with --url")
+            raise ValueError(f"--{name.replace('_', '-')} {reason}")

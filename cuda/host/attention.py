@@ -1,8 +1,9 @@
 """Causal attention over the paged KV cache, ragged rows, grouped queries, window and soft cap.
 
 An item is a run of positions of one sequence for the query heads of one kv head: together at most MAX_ROWS rows, which
-read each key and value once. Scores of all visible keys are kept in the thread's scratch; then come the softmax and the
-weighted sum of values. A row touches exactly its own keys, in ascending order, whatever the run: neither other
+read each key and value once, as they are stored: the codes of int8 go into the sums as they are, and a token's scales
+to its score and to its weight. Scores of all visible keys are kept in the thread's scratch; then come the softmax and
+the weighted sum of values. A row touches exactly its own keys, in ascending order, whatever the run: neither other
 rows' keys nor what lies in unused slots can reach it, not even as zero times NaN.
 """
 from __future__ import annotations
@@ -13,7 +14,8 @@ import numpy as np
 
 from cuda.host.compilation import Kernel, inner
 from cuda.host.elementwise import load_up_to, store_up_to
-from cuda.host.register_tile import MAX_ROWS, tile
+from cuda.host.kv_cache import BF16, FLOAT32, INT8
+from cuda.host.register_tile import MAX_ROWS, tile_bf16, tile_float32, tile_int8
 from cuda.host.simd import (
     LANES,
     VECTOR_BYTES,
@@ -33,8 +35,6 @@ from cuda.host.simd import (
     word,
 )
 from cuda.ops import BLOCK_SIZE
-
-assert BLOCK_SIZE == LANES, "a block of transposed keys is one vector wide"
 
 NO_WINDOW = 1 << 40                             # wider than any context
 RUN_BYTES = 16                                  # a run in int32: first row, rows, position of the first, sequence
@@ -67,6 +67,17 @@ def block_of(cache: int, table: int, index: int, num_kv_heads: int, kv_head: int
 
 
 @inner
+def scale_by_token(rows: int, scores: int, score_bytes: int, cache: int, table: int, num_blocks: int, num_kv_heads: int,
+                   kv_head: int, num_bytes: int) -> None:
+    """Scores of int8 keys, or weights of int8 values, times their tokens' scales: the last vector of a block."""
+    for b in range(num_blocks):
+        scales = load(block_of(cache, table, b, num_kv_heads, kv_head, num_bytes) + num_bytes - VECTOR_BYTES)
+        for row in range(rows):
+            address = scores + row * score_bytes + b * VECTOR_BYTES
+            store(address, load(address) * scales)
+
+
+@inner
 def softmax(scores: int, begin: int, end: int, scale: Any, softcap: Any) -> Any:
     """Scores begin .. end - 1 become e^(s - max s), their neighbours up to whole vectors 0; returns the sum."""
     first_vector = begin // LANES * LANES
@@ -90,30 +101,34 @@ def softmax(scores: int, begin: int, end: int, scale: Any, softcap: Any) -> Any:
 
 
 @inner
-def add_values(rows: int, block: int, begin: int, end: int, columns: int, scores: int, score_bytes: int, sums: int,
-               sum_bytes: int) -> None:
+def add_values(tile: Any, kind: int, rows: int, block: int, begin: int, end: int, columns: int, scores: int,
+               score_bytes: int, sums: int, sum_bytes: int) -> None:
     """sums [rows, columns] += scores[:, begin:end] V[begin:end]: keys of one block, `columns` in whole vectors."""
     if begin >= end:
         return
     for column in range(0, columns, 2 * LANES):
-        w = block + (begin % BLOCK_SIZE * columns + column) * 4
+        w = block + (begin % BLOCK_SIZE * columns + column) * kind
         # The last vector may be single: its partner is computed twice, into the padding of the row.
-        partner = w + VECTOR_BYTES if column + LANES < columns else w
+        partner = w + LANES * kind if column + LANES < columns else w
         y = sums + 4 * column
-        tile(rows, w, partner, columns * 4, scores + 4 * begin, score_bytes, end - begin, y, sum_bytes, y, sum_bytes)
+        tile(rows, w, partner, columns * kind, scores + 4 * begin, score_bytes, end - begin, y, sum_bytes, y, sum_bytes)
 
 
-def attend(arguments: int, first: int, last: int, scratch: int) -> None:
-    """Item: a run of positions, a kv head, and a part of its query heads where they are more than MAX_ROWS."""
+@inner
+def attend(tile: Any, kind: int, arguments: int, first: int, last: int, scratch: int) -> None:
+    """Item: a run of positions, a kv head, and a part of its query heads where they are more than MAX_ROWS.
+
+    tile: the register tile for numbers of the cache's kind.
+    """
     qkv, qkv_stride, out, out_stride = word(arguments, 0), word(arguments, 1), word(arguments, 2), word(arguments, 3)
     keys, values = word(arguments, 4), word(arguments, 5)
     block_tables, table_bytes, runs = word(arguments, 6), word(arguments, 7), word(arguments, 8)
     num_kv_heads, group_size, head_dim = word(arguments, 9), word(arguments, 10), word(arguments, 11)
     window, score_bytes = word(arguments, 12), word(arguments, 13)
-    scale, softcap = real(arguments, 14), real(arguments, 15)
+    key_bytes, value_bytes = word(arguments, 14), word(arguments, 15)
+    scale, softcap = real(arguments, 16), real(arguments, 17)
 
     columns = (head_dim + LANES - 1) // LANES * LANES
-    key_bytes, value_bytes = head_dim * VECTOR_BYTES, columns * VECTOR_BYTES        # of a kv head's part of a block
     row_bytes = (head_dim + 31) // 32 * 32 * 4
     zeros, totals = scratch, scratch + 2 * VECTOR_BYTES
     queries = totals + VECTOR_BYTES
@@ -148,13 +163,17 @@ def attend(arguments: int, first: int, last: int, scratch: int) -> None:
         for b in range(0, num_blocks, 2):
             w = block_of(keys, table, b, num_kv_heads, kv_head, key_bytes)
             partner = block_of(keys, table, min(b + 1, num_blocks - 1), num_kv_heads, kv_head, key_bytes)
-            tile(rows, w, partner, VECTOR_BYTES, queries, row_bytes, head_dim, zeros, 0, scores + b * VECTOR_BYTES,
+            tile(rows, w, partner, LANES * kind, queries, row_bytes, head_dim, zeros, 0, scores + b * VECTOR_BYTES,
                  score_bytes)
+        if kind == INT8:
+            scale_by_token(rows, scores, score_bytes, keys, table, num_blocks, num_kv_heads, kv_head, key_bytes)
 
         for row in range(rows):
             end = seen + row // heads
             total = softmax(scores + row * score_bytes, max(0, end - window), end, scale, softcap)
             store_f32(totals + 4 * row, total)
+        if kind == INT8:
+            scale_by_token(rows, scores, score_bytes, values, table, num_blocks, num_kv_heads, kv_head, value_bytes)
 
         # Keys that all rows see go through one tile; before and after them each position has some of its own.
         all_begin, all_end = max(0, seen + num_positions - 1 - window), seen
@@ -163,14 +182,14 @@ def attend(arguments: int, first: int, last: int, scratch: int) -> None:
             begin, end = b * BLOCK_SIZE, (b + 1) * BLOCK_SIZE
             for p in range(num_positions):
                 own, own_end = max(begin, seen + p - window), min(end, seen + p, all_begin)
-                add_values(heads, block, own, own_end, columns, scores + p * heads * score_bytes, score_bytes,
-                           sums + p * heads * row_bytes, row_bytes)
-            add_values(rows, block, max(begin, all_begin), min(end, all_end), columns, scores, score_bytes, sums,
-                       row_bytes)
+                add_values(tile, kind, heads, block, own, own_end, columns, scores + p * heads * score_bytes,
+                           score_bytes, sums + p * heads * row_bytes, row_bytes)
+            add_values(tile, kind, rows, block, max(begin, all_begin), min(end, all_end), columns, scores, score_bytes,
+                       sums, row_bytes)
             for p in range(num_positions):
                 own, own_end = max(begin, all_begin, all_end), min(end, seen + p)
-                add_values(heads, block, own, own_end, columns, scores + p * heads * score_bytes, score_bytes,
-                           sums + p * heads * row_bytes, row_bytes)
+                add_values(tile, kind, heads, block, own, own_end, columns, scores + p * heads * score_bytes,
+                           score_bytes, sums + p * heads * row_bytes, row_bytes)
 
         for row in range(rows):
             target = out + (first_row + row // heads) * out_stride + (first_head + row % heads) * head_dim * 4
@@ -179,4 +198,18 @@ def attend(arguments: int, first: int, last: int, scratch: int) -> None:
                 store_up_to(target + 4 * d, load(sums + row * row_bytes + 4 * d) / total, head_dim - d)
 
 
-ATTEND = Kernel(attend, "qqqqqqqqqqqqqqdd")
+def attend_float32(arguments: int, first: int, last: int, scratch: int) -> None:
+    attend(tile_float32, FLOAT32, arguments, first, last, scratch)
+
+
+def attend_bf16(arguments: int, first: int, last: int, scratch: int) -> None:
+    attend(tile_bf16, BF16, arguments, first, last, scratch)
+
+
+def attend_int8(arguments: int, first: int, last: int, scratch: int) -> None:
+    attend(tile_int8, INT8, arguments, first, last, scratch)
+
+
+# By the cache's kind. One each, because tiles take long to compile and an engine uses those of one kind.
+ATTEND = {kind: Kernel(function, "qqqqqqqqqqqqqqqqdd")
+          for kind, function in ((FLOAT32, attend_float32), (BF16, attend_bf16), (INT8, attend_int8))}

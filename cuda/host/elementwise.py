@@ -33,7 +33,6 @@ from cuda.host.simd import (
     tanh,
     word,
 )
-from cuda.ops import BLOCK_SIZE
 
 COLUMNS = 256                                   # of a row in one item, where rows may be split
 SILU, GELU_TANH = 0, 1
@@ -197,27 +196,3 @@ def embed(arguments: int, first: int, last: int, scratch: int) -> None:
 
 
 EMBED = Kernel(embed, "qqqqqqqqd")
-
-
-def store_kv(arguments: int, first: int, last: int, scratch: int) -> None:
-    """Item: a row. Its k becomes a column of its block's transposed K [G, D, B], its v a row of V [G, B, padded D]."""
-    qkv, stride, slots = word(arguments, 0), word(arguments, 1), word(arguments, 2)
-    keys, values = word(arguments, 3), word(arguments, 4)
-    num_heads, num_kv_heads = word(arguments, 5), word(arguments, 6)
-    head_dim, padded_dim = word(arguments, 7), word(arguments, 8)
-    for row in range(first, last):
-        slot = load_i32(slots + 4 * row)
-        block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-        for g in range(num_kv_heads):
-            head = block * num_kv_heads + g
-            k = qkv + row * stride + (num_heads + g) * head_dim * 4
-            target = keys + head * head_dim * VECTOR_BYTES + 4 * offset
-            for d in range(head_dim):
-                store_f32(target + VECTOR_BYTES * d, load_f32(k + 4 * d))
-            v = k + num_kv_heads * head_dim * 4
-            target = values + (head * BLOCK_SIZE + offset) * padded_dim * 4
-            for d in range(0, padded_dim, LANES):
-                store(target + 4 * d, load_up_to(v + 4 * d, head_dim - d))
-
-
-STORE_KV = Kernel(store_kv, "qqqqqqqqq")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from cuda.host.compilation import Kernel, inner
 from cuda.host.pack import AFFINE4, AFFINE8, BFLOAT16, FLOAT16, FLOAT32, GROUP_HEAD_BYTES
-from cuda.host.register_tile import MAX_ROWS, tile, tile_affine4, tile_affine8
+from cuda.host.register_tile import MAX_ROWS, tile_affine4, tile_affine8, tile_float32
 from cuda.host.simd import (
     LANES,
     VECTOR_BYTES,
@@ -98,8 +98,8 @@ def linear(arguments: int, first: int, last: int, scratch: int) -> None:
                 unpack(kind, second_strip, in_features, group, second_w)
             for t in range(num_tiles):
                 row, end = num_rows * t // num_tiles, num_rows * (t + 1) // num_tiles
-                tile(end - row, w, second_w, VECTOR_BYTES, x + row * x_stride, x_stride, in_features, start, 0,
-                     outputs + row * y_stride, y_stride)
+                tile_float32(end - row, w, second_w, VECTOR_BYTES, x + row * x_stride, x_stride, in_features, start, 0,
+                             outputs + row * y_stride, y_stride)
 
 
 LINEAR = Kernel(linear, "qqqqqqqqqqq")

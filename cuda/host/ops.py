@@ -4,6 +4,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,20 @@ from cuda.host.attention import ATTEND, NO_WINDOW, RUN_BYTES, attention_scratch_
 from cuda.host.commands import CommandList
 from cuda.host.compilation import Kernel
 from cuda.host.cores import num_physical_cores
+from cuda.host.kv_cache import (
+    POISON,
+    STORE_KV,
+    HostKVCache,
+    allocate_kv_cache,
+    kv_block_bytes,
+    store_kv_scratch_bytes,
+)
 from cuda.host.matmul import LINEAR, linear_scratch_bytes
 from cuda.host.pack import Arena, PackedLinear, pack_linear, pack_weight
 from cuda.host.register_tile import MAX_ROWS
 from cuda.host.simd import LANES
 from cuda.host.workspace import Buffer, address_of, allocate, new_buffer
-from cuda.ops import BLOCK_SIZE, Batch, Ints, KVGroupSpec
+from cuda.ops import BLOCK_SIZE, Batch, Ints, KVDtype, KVGroupSpec
 from weights.load import LayerWeights, ModelWeights
 from weights.quant import Linear
 from weights.spec import ModelSpec, RopeSpec
@@ -30,17 +39,6 @@ Floats = NDArray[np.float32]
 
 ROPE_ROWS = 4096                                # of a table made at a time: the angles are float64
 _ACTIVATIONS = {"silu": elementwise.SILU, "gelu_tanh": elementwise.GELU_TANH}
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class HostKVCache:
-    """Of a group. Keys lie transposed in their block, so that 16 scores are one vector."""
-    group: KVGroupSpec
-    keys: Floats                                # [layers, N, G, D, B]
-    values: Floats                              # [layers, N, G, B, D rounded up to 16]
-    num_blocks: int
-    key_addresses: tuple[int, ...]              # of each layer
-    value_addresses: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -85,12 +83,7 @@ class HostOps:
     def prepare(self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, max_position: int) -> ModelWeights:
         # The workspace grows to the largest step seen; only pages that a step touches take memory.
         self.spec, self.max_position = spec, max_position
-        kernels = _kernels(spec)
-        begin_s = time.perf_counter()
-        addresses = {kernel.name: kernel.address for kernel in kernels}         # compiled now, not in the first step
-        log.debug("kernels at %s", addresses)
-        log.info("%d kernels ready in %.1f s; %d threads", len(kernels), time.perf_counter() - begin_s,
-                 self.num_threads)
+        self._compile(_kernels(spec))
         for layer in spec.layers:
             if layer.rope is not None:
                 self._rope_table(layer.rope)
@@ -115,9 +108,17 @@ class HostOps:
         packed: Any = embed
         prepared = ModelWeights(packed, tuple(block(layer) for layer in weights.layers), vector(weights.norm),
                                 linear(weights.head))
-        self._commands.want_scratch(linear_scratch_bytes(max(spec.hidden_size, spec.ffn_size,
-                                                             spec.num_heads * spec.head_dim)))
+        widest = max(spec.hidden_size, spec.ffn_size, spec.num_heads * spec.head_dim)
+        self._commands.want_scratch(max(linear_scratch_bytes(widest), store_kv_scratch_bytes(spec.head_dim)))
         return prepared
+
+    def _compile(self, kernels: Sequence[Kernel]) -> None:
+        """Now, not in the first step."""
+        begin_s = time.perf_counter()
+        addresses = {kernel.name: kernel.address for kernel in kernels}
+        log.debug("kernels at %s", addresses)
+        log.info("%d kernels ready in %.1f s; %d threads", len(kernels), time.perf_counter() - begin_s,
+                 self.num_threads)
 
     def _keep(self, weight: Floats) -> Floats:
         """A copy that stays, its place known."""
@@ -148,18 +149,17 @@ class HostOps:
             part[:, 1, :half] = np.sin(angles) * rope.attention_factor
         return _RopeTable(memory, address_of(memory), half, padded)
 
-    def allocate_kv(self, group: KVGroupSpec, num_blocks: int) -> HostKVCache:
-        assert group.k_dim == group.v_dim == self.spec.head_dim, "k and v are rows of one projection here"
-        num_layers, padded = len(group.layers), -(-group.v_dim // LANES) * LANES
-        shapes = ((num_layers, num_blocks, group.kv_heads, group.k_dim, BLOCK_SIZE),
-                  (num_layers, num_blocks, group.kv_heads, BLOCK_SIZE, padded))
-        keys, values = (np.frombuffer(allocate(int(np.prod(shape)) * 4), np.float32).reshape(shape)
-                        for shape in shapes)
-        return HostKVCache(group, keys, values, num_blocks,
-                           tuple(address_of(layer) for layer in keys), tuple(address_of(layer) for layer in values))
+    def kv_block_bytes(self, group: KVGroupSpec, dtype: KVDtype) -> int:
+        return kv_block_bytes(group, dtype)
 
-    def allocate_tier(self, group: KVGroupSpec, num_blocks: int) -> HostKVCache:
-        return self.allocate_kv(group, num_blocks)
+    def allocate_kv(self, group: KVGroupSpec, num_blocks: int, dtype: KVDtype) -> HostKVCache:
+        assert group.k_dim == group.v_dim == self.spec.head_dim, "k and v are rows of one projection here"
+        cache = allocate_kv_cache(group, num_blocks, dtype)
+        self._compile([STORE_KV, ATTEND[cache.kind]])
+        return cache
+
+    def allocate_tier(self, group: KVGroupSpec, num_blocks: int, dtype: KVDtype) -> HostKVCache:
+        return allocate_kv_cache(group, num_blocks, dtype)
 
     def close(self) -> None:
         self._commands.close()
@@ -279,9 +279,9 @@ class HostOps:
         spec, rows = self.spec, len(qkv)
         address, stride = self._place(qkv)
         slots, _ = self._ints(slot_mapping, cache.num_blocks * BLOCK_SIZE, "slots")
-        self._commands.add(elementwise.STORE_KV, rows, self._share(rows), address, stride, slots,
-                           cache.key_addresses[layer], cache.value_addresses[layer], spec.num_heads,
-                           spec.num_kv_heads, spec.head_dim, cache.values.shape[-1])
+        self._commands.add(STORE_KV, rows, self._share(rows), address, stride, slots, cache.key_addresses[layer],
+                           cache.value_addresses[layer], cache.kind, spec.num_heads, spec.num_kv_heads, spec.head_dim,
+                           cache.keys.shape[-1], cache.values.shape[-1])
 
     def attend(self, qkv: Floats, cache: HostKVCache, layer: int, block_table: Ints, scale: float,
                window: int | None, softcap: float | None) -> Floats:
@@ -299,10 +299,10 @@ class HostOps:
         address, stride = self._place(qkv)
         y, y_address, y_stride = self._new(len(qkv), spec.num_heads * spec.head_dim)
         parts = -(-group_size // MAX_ROWS)
-        self._commands.add(ATTEND, self._runs.count * spec.num_kv_heads * parts, 1, address, stride, y_address,
-                           y_stride, cache.key_addresses[layer], cache.value_addresses[layer], tables, table_stride,
-                           self._runs.address, spec.num_kv_heads, group_size, spec.head_dim, window,
-                           score_stride(max_keys), scale, softcap or 0.0)
+        self._commands.add(ATTEND[cache.kind], self._runs.count * spec.num_kv_heads * parts, 1, address, stride,
+                           y_address, y_stride, cache.key_addresses[layer], cache.value_addresses[layer], tables,
+                           table_stride, self._runs.address, spec.num_kv_heads, group_size, spec.head_dim, window,
+                           score_stride(max_keys), cache.keys.shape[-1], cache.values.shape[-1], scale, softcap or 0.0)
         return y
 
     def gated(self, gate_up: Floats, activation: str) -> Floats:
@@ -341,20 +341,21 @@ class HostOps:
     def copy_blocks(self, source: HostKVCache, destination: HostKVCache, pairs: Ints) -> None:
         # At once, and in order: a destination may be a later pair's source.
         assert not self._commands.outstanding, "blocks are copied before a step's operations"
+        assert source.kind == destination.kind, "bytes are copied, not numbers"
         for old, new in pairs:
             destination.keys[:, new] = source.keys[:, old]
             destination.values[:, new] = source.values[:, old]
 
     def poison_blocks(self, cache: HostKVCache, block_ids: Ints) -> None:
         assert not self._commands.outstanding, "blocks are poisoned before a step's operations"
-        cache.keys[:, block_ids] = np.nan
-        cache.values[:, block_ids] = np.nan
+        cache.keys[:, block_ids] = POISON
+        cache.values[:, block_ids] = POISON
 
 
 def _kernels(spec: ModelSpec) -> list[Kernel]:
-    """Those that the model's steps use."""
-    kernels = [elementwise.EMBED, elementwise.RMS_NORM, LINEAR, elementwise.ROPE, elementwise.STORE_KV, ATTEND,
-               elementwise.GATED, elementwise.TAKE_ROWS]
+    """Those that the model's steps use, but for the KV cache's."""
+    kernels = [elementwise.EMBED, elementwise.RMS_NORM, LINEAR, elementwise.ROPE, elementwise.GATED,
+               elementwise.TAKE_ROWS]
     return kernels if spec.final_softcap is None else [*kernels, elementwise.SOFTCAP]
 
 

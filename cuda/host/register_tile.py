@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any, TypeAlias
 
 from llvmlite import ir
 from numba import types
@@ -19,9 +20,12 @@ from cuda.host.simd import (
     LANES,
     VECTOR,
     VECTOR_BYTES,
+    emit_bf16_floats,
     emit_code_floats,
     emit_codes,
+    emit_floats,
     emit_fma,
+    emit_int8_floats,
     emit_load,
     emit_splat,
     emit_store,
@@ -34,6 +38,7 @@ HAS_AVX512 = "+avx512f" in cpu_target.target_context.codegen().magic_tuple()[2].
 MAX_ROWS = 12 if HAS_AVX512 else 6
 PAIR_ROWS = 12 if HAS_AVX512 else 2
 
+_Load: TypeAlias = Callable[[ir.IRBuilder, ir.Value], ir.Value]     # from an address, 16 weights as floats
 _Accumulate = Callable[[list[ir.Value], ir.Value], None]    # see _tile_of
 
 
@@ -87,27 +92,33 @@ def _tile_of(builder: ir.IRBuilder, num_rows: int, strips: list[ir.Value], x: ir
                 emit_store(builder, builder.add(address, offset), builder.load(total, typ=VECTOR), 4)
 
 
-@instruction(types.void, *[types.int64] * 11)
-def tile(builder: ir.IRBuilder, rows: ir.Value, first: ir.Value, second: ir.Value, w_step: ir.Value, x: ir.Value,
-         x_stride: ir.Value, count: ir.Value, start: ir.Value, start_stride: ir.Value, y: ir.Value, y_stride: ir.Value
-         ) -> None:
-    """y[row] = start[row] + sum over k < count of w[k] * x[row][k], for 1 to MAX_ROWS rows and 32 outputs.
+def _tile_with(load: _Load) -> Callable[..., Any]:
+    @instruction(types.void, *[types.int64] * 11)
+    def tile(builder: ir.IRBuilder, rows: ir.Value, first: ir.Value, second: ir.Value, w_step: ir.Value, x: ir.Value,
+             x_stride: ir.Value, count: ir.Value, start: ir.Value, start_stride: ir.Value, y: ir.Value,
+             y_stride: ir.Value) -> None:
+        """y[row] = start[row] + sum over k < count of w[k] * x[row][k], for 1 to MAX_ROWS rows and 32 outputs.
 
-    w[k] is two vectors, at `first` + k w_step and `second` + k w_step; x[row][k] a float at `x` + row x_stride + 4 k;
-    start and y have two vectors a row, one after the other. Every sum is one chain of fused multiply-adds in ascending
-    k, whatever `rows` is: that is why a row's bits depend on nothing but the row.
-    """
-    _tile(builder, "tile", rows, [first, second, w_step, x, x_stride, count, start, start_stride, y, y_stride],
-          _build_tile)
+        w[k] is two vectors of 16 numbers, at `first` + k w_step and `second` + k w_step; x[row][k] a float at `x` +
+        row x_stride + 4 k; start and y have two vectors a row, one after the other. Every sum is one chain of fused
+        multiply-adds in ascending k, whatever `rows` is: that is why a row's bits depend on nothing but the row.
+        """
+        _tile(builder, "tile", rows, [first, second, w_step, x, x_stride, count, start, start_stride, y, y_stride],
+              partial(_build_tile, load=load))
+    return tile
+
+
+# The same with numbers of w that are float32, bfloat16 and signed bytes.
+tile_float32, tile_bf16, tile_int8 = (_tile_with(load) for load in (emit_floats, emit_bf16_floats, emit_int8_floats))
 
 
 def _build_tile(builder: ir.IRBuilder, num_rows: int, first: ir.Value, second: ir.Value, w_step: ir.Value, x: ir.Value,
                 x_stride: ir.Value, count: ir.Value, start: ir.Value, start_stride: ir.Value, y: ir.Value,
-                y_stride: ir.Value) -> None:
+                y_stride: ir.Value, load: _Load) -> None:
     def multiply(strips: list[ir.Value], accumulate: _Accumulate) -> None:
         with cgutils.for_range(builder, count) as loop:
             offset = builder.mul(loop.index, w_step)
-            weights = [emit_load(builder, builder.add(strip, offset), VECTOR, 4) for strip in strips]
+            weights = [load(builder, builder.add(strip, offset)) for strip in strips]
             accumulate(weights, builder.mul(loop.index, I64(4)))
 
     _tile_of(builder, num_rows, [first, second], x, x_stride, start, start_stride, y, y_stride, multiply)

@@ -134,6 +134,22 @@ def emit_codes(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     return builder.zext(emit_load(builder, address, ir.VectorType(_I8, LANES), 1), _INTEGERS)
 
 
+def emit_floats(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """16 float32."""
+    return emit_load(builder, address, VECTOR, 4)
+
+
+def emit_bf16_floats(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """16 bfloat16, the upper halves of float32."""
+    bits = builder.zext(emit_load(builder, address, ir.VectorType(_I16, LANES), 2), _INTEGERS)
+    return builder.bitcast(builder.shl(bits, _integers(16)), VECTOR)
+
+
+def emit_int8_floats(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """16 signed bytes."""
+    return builder.sitofp(builder.sext(emit_load(builder, address, ir.VectorType(_I8, LANES), 1), _INTEGERS), VECTOR)
+
+
 def emit_code_floats(builder: ir.IRBuilder, codes: ir.Value, bits: int, nibble: int) -> ir.Value:
     """Bytes, or their low (0) or high (1) nibbles, as floats."""
     if bits == 4:
@@ -201,6 +217,21 @@ def load_u8(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     return builder.zext(emit_load(builder, address, _I8, 1), I64)
 
 
+@instruction(types.void, types.int64, types.int64)
+def store_u8(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
+    emit_store(builder, address, builder.trunc(value, _I8), 1)
+
+
+@instruction(types.int64, types.int64)
+def load_u16(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    return builder.zext(emit_load(builder, address, _I16, 2), I64)
+
+
+@instruction(types.void, types.int64, types.int64)
+def store_u16(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
+    emit_store(builder, address, builder.trunc(value, _I16), 2)
+
+
 @instruction(types.float32, types.int64)
 def load_f32(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     return emit_load(builder, address, F32, 4)
@@ -216,7 +247,7 @@ def store_f32(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None
 @instruction(F32x16, types.int64)
 def load(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """16 floats."""
-    return emit_load(builder, address, VECTOR, 4)
+    return emit_floats(builder, address)
 
 
 @instruction(F32x16, types.int64, types.int64)
@@ -262,9 +293,29 @@ def load_f16(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
 
 @instruction(F32x16, types.int64)
 def load_bf16(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    """16 bfloat16: the upper halves of float32."""
-    bits = builder.zext(emit_load(builder, address, ir.VectorType(_I16, LANES), 2), _INTEGERS)
-    return builder.bitcast(builder.shl(bits, _integers(16)), VECTOR)
+    return emit_bf16_floats(builder, address)
+
+
+@instruction(types.void, types.int64, F32x16)
+def store_bf16(builder: ir.IRBuilder, address: ir.Value, vector: ir.Value) -> None:
+    """As bfloat16, rounded to nearest, ties to even; a NaN stays one."""
+    bits = builder.bitcast(vector, _INTEGERS)
+    is_odd = builder.and_(builder.lshr(bits, _integers(16)), _integers(1))
+    rounded = builder.lshr(builder.add(builder.add(bits, _integers(0x7FFF)), is_odd), _integers(16))
+    quiet = builder.or_(builder.lshr(bits, _integers(16)), _integers(0x40))
+    halves = builder.select(builder.fcmp_unordered("uno", vector, vector), quiet, rounded)
+    emit_store(builder, address, builder.trunc(halves, ir.VectorType(_I16, LANES)), 2)
+
+
+@instruction(types.void, types.int64, F32x16)
+def store_int8(builder: ir.IRBuilder, address: ir.Value, vector: ir.Value) -> None:
+    """As signed bytes -127..127, rounded to nearest, ties to even. No NaN."""
+    low, high = _constant(-127.0), _constant(127.0)
+    clamped = _select(builder, "<", vector, low, low, vector)
+    clamped = _select(builder, ">", clamped, high, high, clamped)
+    # Adding 1.5 * 2^23 rounds to an integer and leaves it, in two's complement, in the low bits.
+    shifted = builder.bitcast(builder.fadd(clamped, _constant(1.5 * 2.0 ** 23)), _INTEGERS)
+    emit_store(builder, address, builder.trunc(shifted, ir.VectorType(_I8, LANES)), 1)
 
 
 # ---- Arithmetic
@@ -320,6 +371,11 @@ def scalar_fma(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> 
     return _call(builder, "llvm.fma.f32", F32, x, y, z)
 
 
+@instruction(F32x16, F32x16)
+def absolute(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    return _call(builder, "llvm.fabs.v16f32", VECTOR, x)
+
+
 @instruction(F32x16, F32x16, F32x16)
 def maximum(builder: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
     """x > y ? x : y. A NaN in x is lost; callers let it come through elsewhere."""
@@ -353,8 +409,6 @@ def lane_max(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
     def larger(x: ir.Value, y: ir.Value) -> ir.Value:
         return _select(builder, ">", x, y, x, y)
     return _fold(builder, vector, larger)
-
-
 
 
 @instruction(F32x16, F32x16)

@@ -23,7 +23,8 @@ def test_the_scheduler_refuses_nothing_that_the_tokenizer_admits(
     against is one that the KV cache can hold."""
     groups = [KVGroupSpec((0,), 1, 4, 4, window) for window in windows]
     block_bytes = 16 * 8 * 4
-    num_blocks = size_kv_cache(groups, kv_blocks * block_bytes, max_num_seqs, max_model_len, num_batched_tokens)
+    num_blocks = size_kv_cache(groups, [block_bytes] * len(groups), kv_blocks * block_bytes, max_num_seqs,
+                               max_model_len, num_batched_tokens)
     length = min(max_model_len, longest_sequence(groups, num_blocks))
     if length == 0:
         return                              # refused at the start

@@ -32,7 +32,7 @@ MAX_MODEL_LEN = 4096
 
 INFO = EngineInfo(
     model="fake", model_names=("fake", "fake-alias"), model_path="/models/fake.gguf", architecture="fake",
-    vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, kv_capacity_tokens=8192, kv_bytes=1 << 20,
+    vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, kv_capacity_tokens=8192, kv_bytes=1 << 20, kv_dtype="float32",
     file_bytes=1 << 20, weight_bytes=2 << 20, max_num_seqs=4, max_num_batched_tokens=512, device="cpu",
     device_reason="asked", stop_token_ids=(EOS,), stop_tokens=("<eos>",), has_chat_template=True,
     default_sampling={"temperature": 0.5}, startup_s=(("weights", 0.1), ("tokenizer", 0.2)))

@@ -19,6 +19,7 @@ from api.engine import Completion, Engine, EngineDead, ParameterError, RequestFa
 
 MODELS = Path(__file__).parent.parent / "golden" / "models"
 BLOCK_BYTES = 3 * 2 * 16 * 32 * 4           # of the tiny llama: layers, kv heads, tokens, k and v, float32
+BLOCK_BYTES_OF = {"float32": BLOCK_BYTES, "bf16": BLOCK_BYTES // 2, "int8": BLOCK_BYTES // 4 + 3 * 2 * 16 * 2 * 4}
 GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, logprobs=2)
 SEEDED = SamplingParams(max_tokens=24, temperature=1.5, top_p=0.95, seed=7, ignore_eos=True, logprobs=0,
                         repetition_penalty=1.2, frequency_penalty=0.5)
@@ -115,14 +116,18 @@ def test_prompt_logprobs_are_the_golden_ones(device: str) -> None:
 
 
 @devices
+@pytest.mark.parametrize("kv_dtype", BLOCK_BYTES_OF)
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-def test_batched_chunked_and_preempted_all_equal_alone(device: str, sampling: SamplingParams) -> None:
+def test_batched_chunked_and_preempted_all_equal_alone(device: str, sampling: SamplingParams, kv_dtype: str) -> None:
+    few_blocks = 14 * BLOCK_BYTES_OF[kv_dtype]
+
     async def alone() -> list[tuple[Any, ...]]:
-        async with tiny(device) as engine:
+        async with tiny(device, kv_dtype=kv_dtype) as engine:
+            assert engine.info.kv_dtype == kv_dtype
             return [facts(await engine.complete(prompt, sampling)) for prompt in prompts()]
 
     async def together(**config: Any) -> tuple[list[tuple[Any, ...]], int]:
-        async with tiny(device, **config) as engine:
+        async with tiny(device, kv_dtype=kv_dtype, **config) as engine:
             done = await asyncio.gather(*(engine.complete(prompt, sampling) for prompt in prompts()))
             return [facts(completion) for completion in done], engine.stats().num_preemptions
 
@@ -131,12 +136,12 @@ def test_batched_chunked_and_preempted_all_equal_alone(device: str, sampling: Sa
         assert (await together())[0] == expected, "batched"
         assert (await together(max_num_batched_tokens=8))[0] == expected, "chunked"
         # 14 blocks hold two or three of the eight sequences: the others wait, and some are preempted.
-        preempted, num_preemptions = await together(kv_cache_memory=14 * BLOCK_BYTES, max_model_len=128)
+        preempted, num_preemptions = await together(kv_cache_memory=few_blocks, max_model_len=128)
         assert num_preemptions > 0
         assert preempted == expected, "preempted"
         for overlap in (1, 2):
             assert (await together(overlap=overlap))[0] == expected, "launched before the last step is read"
-            preempted, num_preemptions = await together(kv_cache_memory=14 * BLOCK_BYTES, max_model_len=128,
+            preempted, num_preemptions = await together(kv_cache_memory=few_blocks, max_model_len=128,
                                                         overlap=overlap)
             assert num_preemptions > 0
             assert preempted == expected, "launched ahead and preempted"
@@ -498,6 +503,8 @@ def test_leaving_the_engine_ends_open_requests_and_its_threads() -> None:
     ({"kv_cache_memory": 1 << 60}, "memory that are free"),
     ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
     ({"generation_config": "vllm"}, "generation_config"),
+    ({"kv_dtype": "fp8"}, "kv_dtype must be auto, float32, bf16, int8, got 'fp8'"),
+    ({"kv_dtype": "int8", "kv_cache_memory": 15 * BLOCK_BYTES_OF["int8"]}, "256 tokens needs .* which holds 240"),
 ])
 def test_settings_that_cannot_be_served_are_refused(config: dict[str, Any], message: str) -> None:
     settings = {"model": str(MODELS / "llama"), "device": "reference", **config}

@@ -115,6 +115,30 @@ def test_evicted_swapped_and_preempted_equal_undisturbed(device: str, model: str
 
 
 @devices
+@pytest.mark.parametrize("kv_dtype", ["bf16", "int8"])
+def test_keys_and_values_of_fewer_bits_are_found_copied_and_moved_as_they_are(device: str, kv_dtype: str) -> None:
+    async def main() -> None:
+        base = ids(48)
+        prompts = [base[:16 * (i % 4) + i % 3] + ids(20 + 3 * i, i) for i in range(8)]
+        async with tiny(device, "gemma3", enable_prefix_caching=False, max_model_len=128, kv_dtype=kv_dtype) as engine:
+            expected = [facts(await engine.complete(prompt, SEEDED)) for prompt in prompts]
+            little = int(4 * 128 * engine.info.kv_bytes_per_token)
+        async with tiny(device, "gemma3", kv_cache_memory=little, max_model_len=128, kv_tier_memory=1 << 20,
+                        kv_dtype=kv_dtype) as engine:
+            for _ in range(2):
+                done = await asyncio.gather(*(engine.complete(prompt, SEEDED) for prompt in prompts))
+                assert [facts(completion) for completion in done] == expected
+            for prompt, answer in zip(prompts, expected, strict=True):
+                assert facts(await engine.complete(prompt, SEEDED)) == answer
+            pools = engine._system.pool.pool.blocks
+            assert all(blocks.evicted for blocks in pools)
+            assert all(len(blocks.tier) for blocks in pools)
+            assert engine.stats().prefix_cache_hits > 0
+
+    run(main)
+
+
+@devices
 def test_a_burst_computes_its_prefix_once(device: str) -> None:
     async def main() -> None:
         prefix = ids(96)

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cuda.host.kv_cache import BF16, INT8, HostKVCache
 from cuda.host.ops import HostOps
-from cuda.ops import BLOCK_SIZE, Batch
+from cuda.ops import BLOCK_SIZE, Batch, KVGroupSpec
+from cuda.reference import to_bf16
 from weights.load import ModelWeights
 from weights.quant import Affine, Dense, Linear, Weight
 from weights.spec import ModelSpec
@@ -72,6 +74,34 @@ def make_batch(pieces: list[tuple[int, int]], tables: NDArray[np.int32]) -> Batc
     slots = tables[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
     return Batch(np.zeros(len(positions), np.int32), positions, np.cumsum([0, *lengths]).astype(np.int32),
                  np.array([end for _, end in pieces], np.int32), (tables,), (slots.astype(np.int32),))
+
+
+def kv_group(num_layers: int, kv_heads: int, head_dim: int, window: int | None = None) -> KVGroupSpec:
+    return KVGroupSpec(tuple(range(num_layers)), kv_heads, head_dim, head_dim, window)
+
+
+def stored(cache: HostKVCache) -> dict[str, NDArray[Any]]:
+    """Views of what the cache holds: keys [layers, N, G, D, B], values [layers, N, G, B, D rounded up to 16], and with
+    int8 key_scales and value_scales [layers, N, G, B]."""
+    views: dict[str, NDArray[Any]] = {}
+    for name, memory, row_shape in (("key", cache.keys, (-1, BLOCK_SIZE)), ("value", cache.values, (BLOCK_SIZE, -1))):
+        numbers = memory
+        if cache.kind == INT8:
+            numbers, scales = memory[..., :-4 * BLOCK_SIZE], memory[..., -4 * BLOCK_SIZE:]
+            views[f"{name}_scales"] = scales.view(np.float32)
+        dtype = {BF16: np.uint16, INT8: np.int8}.get(cache.kind, np.float32)
+        views[f"{name}s"] = numbers.view(dtype).reshape(*numbers.shape[:-1], *row_shape)
+        assert np.shares_memory(views[f"{name}s"], memory)
+    return views
+
+
+def fill(cache: HostKVCache, index: Any, value: float) -> None:
+    """All that is read of [layers, N] at `index` becomes `value`, or with int8 a multiple of it."""
+    for view in stored(cache).values():
+        if view.dtype == np.int8:
+            view[index] = 1
+        else:
+            view[index] = to_bf16(np.full(1, value, np.float32)) if view.dtype == np.uint16 else value
 
 
 def memory_of(result: Floats) -> Floats:

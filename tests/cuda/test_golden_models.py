@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from cuda.host.ops import HostOps
 from cuda.kv_cache import blocks_for, kv_groups
 from cuda.model import Transformer
-from cuda.ops import BLOCK_SIZE, Batch, KVGroupSpec, Ops
+from cuda.ops import BLOCK_SIZE, KV_DTYPES, Batch, KVDtype, KVGroupSpec, Ops
 from cuda.reference import ReferenceOps
 from cuda.runner import Runner
 from cuda.sampler import SlotSampling
@@ -46,9 +46,11 @@ BACKENDS: dict[str, Callable[[], Ops]] = {"reference": ReferenceOps, "host": Hos
 # Both compute in float32 and come within 2e-6 of transformers; a wrong epsilon or window edge does not.
 TOLERANCE = 1e-5                            # of logits, relative to the largest if that is above 1
 REAL_TOLERANCE = 1e-3                       # of the real models' logprobs
+KV_TOLERANCES: dict[KVDtype, float] = {"bf16": 0.01, "int8": 0.025}      # likewise; 1.5 times what they reach
 GAP = 1e-3                                  # greedy tokens must be equal where the two best logits are further apart
 
 backends = pytest.mark.parametrize("backend", BACKENDS)
+kv_dtypes = pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 
 
 @cache
@@ -104,13 +106,13 @@ class PagedModel:
     """A model with its KV cache that runs any mixture of pieces of sequences and answers all their logits."""
 
     def __init__(self, backend: str, spec: ModelSpec, weights: ModelWeights, max_tokens: int = 160,
-                 max_position: int = 256) -> None:
+                 max_position: int = 256, kv_dtype: KVDtype = "float32") -> None:
         self.spec = spec
         self.ops = BACKENDS[backend]()
         self.groups = kv_groups(spec)
         prepared = self.ops.prepare(spec, weights, max_tokens, max_position)
         self.model = Transformer(spec, prepared, self.ops, self.groups)
-        self.caches = [self.ops.allocate_kv(group, NUM_BLOCKS) for group in self.groups]
+        self.caches = [self.ops.allocate_kv(group, NUM_BLOCKS, kv_dtype) for group in self.groups]
 
     def close(self) -> None:
         self.ops.close()
@@ -131,8 +133,8 @@ class PagedModel:
 
 @contextmanager
 def paged_model(backend: str, spec: ModelSpec, weights: ModelWeights, max_tokens: int = 160,
-                max_position: int = 256) -> Iterator[PagedModel]:
-    model = PagedModel(backend, spec, weights, max_tokens, max_position)
+                max_position: int = 256, kv_dtype: KVDtype = "float32") -> Iterator[PagedModel]:
+    model = PagedModel(backend, spec, weights, max_tokens, max_position, kv_dtype)
     try:
         yield model
     finally:
@@ -232,6 +234,25 @@ def test_greedy_tokens_of_the_runner(name: str, backend: str) -> None:
         assert tokens[:num_certain] == greedy[:len(tokens)][:num_certain]
 
 
+@pytest.mark.parametrize("kv_dtype", KV_TOLERANCES)
+@backends
+@pytest.mark.parametrize("name", NAMES)
+def test_keys_and_values_of_fewer_bits(name: str, backend: str, kv_dtype: KVDtype) -> None:
+    spec, weights, golden = golden_model(name)
+    tolerance = KV_TOLERANCES[kv_dtype]
+    ids = golden["input_ids"][0].astype(np.int32)
+    with paged_model(backend, spec, weights, kv_dtype=kv_dtype) as model:
+        [logits] = model.run(Piece(ids, 0, len(ids), blocks_in_order(model, len(ids))))
+        assert TOLERANCE < largest_error(logits, golden["logits"][0]) <= tolerance
+
+        prompt, greedy = golden["prompt"], golden["greedy"]
+        ids = np.concatenate([prompt, greedy[:-1]]).astype(np.int32)
+        [logits] = model.run(Piece(ids, 0, len(ids), blocks_in_order(model, len(ids))))
+    answers = logits[len(prompt) - 1:]
+    certain = golden["greedy_gap"] > 2 * tolerance * max(1.0, float(np.abs(answers).max()))
+    np.testing.assert_array_equal(answers.argmax(axis=1)[certain], greedy[certain])
+
+
 @pytest.mark.parametrize("name", ["llama-quantized", "qwen2-quantized", "gemma2-quantized", "gemma3-quantized"])
 def test_host_is_the_reference_on_quantized_weights(name: str) -> None:
     spec, weights = tiny_model(name)
@@ -284,13 +305,14 @@ def sequence(spec: ModelSpec, seed: int, length: int) -> Ids:
     return np.random.default_rng(seed).integers(0, spec.vocab_size, length).astype(np.int32)
 
 
+@kv_dtypes
 @backends
 @TINY
-def test_chunked_is_whole(name: str, backend: str) -> None:
+def test_chunked_is_whole(name: str, backend: str, kv_dtype: KVDtype) -> None:
     """Every split into two, one token at a time, and threes."""
     spec, weights = tiny_model(name)
     ids = sequence(spec, 0, LENGTH)
-    with paged_model(backend, spec, weights) as model:
+    with paged_model(backend, spec, weights, kv_dtype=kv_dtype) as model:
         blocks = blocks_in_order(model, LENGTH)
         [whole] = model.run(Piece(ids, 0, LENGTH, blocks))
         splits = [[0, cut, LENGTH] for cut in range(1, LENGTH)]
@@ -301,17 +323,18 @@ def test_chunked_is_whole(name: str, backend: str) -> None:
             assert_same_bits(np.concatenate(chunks), whole)
 
 
+@kv_dtypes
 @backends
 @TINY
-def test_batched_is_alone_wherever_the_blocks_are(name: str, backend: str) -> None:
+def test_batched_is_alone_wherever_the_blocks_are(name: str, backend: str, kv_dtype: KVDtype) -> None:
     """Sequences of all lengths advance by random steps in a random order, their blocks strewn over the cache."""
     spec, weights = tiny_model(name)
     random = np.random.default_rng(1)
     lengths = [1, 2, 15, 16, 17, 31, 33, LENGTH]
     sequences = [sequence(spec, 10 + index, length) for index, length in enumerate(lengths)]
-    with paged_model(backend, spec, weights) as model:
+    with paged_model(backend, spec, weights, kv_dtype=kv_dtype) as model:
         alone = [model.run(Piece(ids, 0, len(ids), blocks_in_order(model, len(ids))))[0] for ids in sequences]
-    with paged_model(backend, spec, weights) as model:
+    with paged_model(backend, spec, weights, kv_dtype=kv_dtype) as model:
         # The last block belongs to nobody: it stands in tables for what has left a window.
         free = [iter(random.permutation(NUM_BLOCKS - 1).astype(np.int32)) for _ in model.groups]
         blocks = [tuple(np.array([next(ids) for _ in range(blocks_for(length))], np.int32) for ids in free)
@@ -330,15 +353,16 @@ def test_batched_is_alone_wherever_the_blocks_are(name: str, backend: str) -> No
         assert_same_bits(np.concatenate(together[index]), alone[index])
 
 
+@kv_dtypes
 @backends
 @TINY
-def test_copied_blocks_serve_as_well(name: str, backend: str) -> None:
+def test_copied_blocks_serve_as_well(name: str, backend: str, kv_dtype: KVDtype) -> None:
     """A second sequence shares the first one's full block and owns a copy of its partial one."""
     spec, weights = tiny_model(name)
     ids = sequence(spec, 2, LENGTH)
     other = ids.copy()
     other[20:] = sequence(spec, 3, LENGTH)[20:]
-    with paged_model(backend, spec, weights) as model:
+    with paged_model(backend, spec, weights, kv_dtype=kv_dtype) as model:
         blocks = blocks_in_order(model, LENGTH)
         [expected] = model.run(Piece(other, 0, LENGTH, blocks))
         model.run(Piece(ids, 0, 20, blocks))

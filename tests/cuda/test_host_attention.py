@@ -9,9 +9,19 @@ import pytest
 from numpy.typing import NDArray
 
 from cuda.host.register_tile import MAX_ROWS
-from cuda.ops import BLOCK_SIZE, KVGroupSpec
+from cuda.ops import BLOCK_SIZE, KV_DTYPES, KVDtype
 from cuda.reference import ReferenceOps
-from tests.cuda.host_support import Floats, assert_same_bits, host_ops, make_batch, make_spec, prepare, random_floats
+from tests.cuda.host_support import (
+    Floats,
+    assert_same_bits,
+    fill,
+    host_ops,
+    kv_group,
+    make_batch,
+    make_spec,
+    prepare,
+    random_floats,
+)
 
 NUM_BLOCKS = 40
 LENGTHS = (1, 15, 16, 17, 33, 70)
@@ -28,12 +38,12 @@ class Attention:
     """One layer's attention over sequences whose q, k and v are given."""
 
     def __init__(self, ops: Any, heads: int, kv_heads: int, head_dim: int, window: int | None = None,
-                 softcap: float | None = None, seed: int = 0) -> None:
+                 softcap: float | None = None, dtype: KVDtype = "float32", seed: int = 0) -> None:
         self.ops = ops
         self.spec = make_spec(16, heads, kv_heads, head_dim)
         prepare(ops, self.spec)
         self.window, self.softcap = window, softcap
-        self.cache = ops.allocate_kv(KVGroupSpec((0, 1), kv_heads, head_dim, head_dim, window), NUM_BLOCKS)
+        self.cache = ops.allocate_kv(kv_group(2, kv_heads, head_dim, window), NUM_BLOCKS, dtype)
         width = (heads + 2 * kv_heads) * head_dim
         self.qkv = [random_floats(seed + i, length, width) for i, length in enumerate(LENGTHS)]
         self.tables = tables(seed)
@@ -58,25 +68,29 @@ def assert_all_same_bits(results: Sequence[Floats], expected: Sequence[Floats]) 
         assert_same_bits(result, wanted)
 
 
+dtypes = pytest.mark.parametrize("dtype", KV_DTYPES)
 GEOMETRIES = [(1, 1, 16), (4, 2, 16), (3, 1, 24), (6, 2, 32), (9, 3, 64), (2, 1, 256), (MAX_ROWS + 1, 1, 16),
               (2 * MAX_ROWS + 4, 2, 8), (5, 1, 40)]
 
 
+@dtypes
 @pytest.mark.parametrize("window", [None, 1, 4, 12, 16, 17])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), GEOMETRIES)
-def test_against_the_reference(heads: int, kv_heads: int, head_dim: int, window: int | None) -> None:
-    expected = Attention(ReferenceOps(), heads, kv_heads, head_dim, window).whole()
+def test_against_the_reference(heads: int, kv_heads: int, head_dim: int, window: int | None, dtype: KVDtype) -> None:
+    """Both round to the same numbers, so that they are as near to each other with few bits as with many."""
+    expected = Attention(ReferenceOps(), heads, kv_heads, head_dim, window, dtype=dtype).whole()
     with host_ops() as ops:
-        results = Attention(ops, heads, kv_heads, head_dim, window).whole()
+        results = Attention(ops, heads, kv_heads, head_dim, window, dtype=dtype).whole()
     for result, wanted in zip(results, expected, strict=True):
-        np.testing.assert_allclose(result, wanted, rtol=1e-4, atol=2e-5)
+        np.testing.assert_allclose(result, wanted, rtol=1e-4, atol=1e-4)
 
 
+@dtypes
 @pytest.mark.parametrize("softcap", [2.0, 50.0])
-def test_softcap(softcap: float) -> None:
-    expected = Attention(ReferenceOps(), 4, 2, 32, None, softcap).whole()
+def test_softcap(softcap: float, dtype: KVDtype) -> None:
+    expected = Attention(ReferenceOps(), 4, 2, 32, None, softcap, dtype).whole()
     with host_ops() as ops:
-        results = Attention(ops, 4, 2, 32, None, softcap).whole()
+        results = Attention(ops, 4, 2, 32, None, softcap, dtype).whole()
     for result, wanted in zip(results, expected, strict=True):
         np.testing.assert_allclose(result, wanted, rtol=1e-4, atol=2e-5)
 
@@ -98,14 +112,15 @@ BIT_CASES = [(9, 3, 64, None, None), (4, 2, 16, 12, None), (3, 1, 24, 1, None), 
              (MAX_ROWS + 2, 1, 16, 17, None)]
 
 
+@dtypes
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "window", "softcap"), BIT_CASES)
 def test_bits_for_any_chunks_company_and_blocks(heads: int, kv_heads: int, head_dim: int, window: int | None,
-                                                softcap: float | None) -> None:
+                                                softcap: float | None, dtype: KVDtype) -> None:
     with host_ops() as ops:
-        expected = Attention(ops, heads, kv_heads, head_dim, window, softcap).whole()
+        expected = Attention(ops, heads, kv_heads, head_dim, window, softcap, dtype).whole()
 
         for step in (1, 2, 5, 16):              # each sequence alone, in chunks
-            attention = Attention(ops, heads, kv_heads, head_dim, window, softcap)
+            attention = Attention(ops, heads, kv_heads, head_dim, window, softcap, dtype)
             alone = []
             for s, length in enumerate(LENGTHS):
                 chunks = [attention.run([(s, start, min(length, start + step))])[0]
@@ -113,7 +128,7 @@ def test_bits_for_any_chunks_company_and_blocks(heads: int, kv_heads: int, head_
                 alone.append(np.concatenate(chunks))
             assert_all_same_bits(alone, expected)
 
-        attention = Attention(ops, heads, kv_heads, head_dim, window, softcap)      # mixed, in other blocks
+        attention = Attention(ops, heads, kv_heads, head_dim, window, softcap, dtype)   # mixed, in other blocks
         elsewhere = tables(99)
         done = [0] * len(LENGTHS)
         parts: list[list[Floats]] = [[] for _ in LENGTHS]
@@ -136,17 +151,18 @@ def test_bits_for_any_number_of_threads() -> None:
     assert_all_same_bits(results[2], results[0])
 
 
+@dtypes
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 @pytest.mark.parametrize("window", [None, 5])
-def test_slots_that_a_row_does_not_see_cannot_reach_it(window: int | None, poison: float) -> None:
+def test_slots_that_a_row_does_not_see_cannot_reach_it(window: int | None, poison: float, dtype: KVDtype) -> None:
     """Unwritten slots, blocks of others and, for earlier rows of the same chunk, later keys."""
     with host_ops() as ops:
-        expected = Attention(ops, 4, 2, 16, window).whole()
-        attention = Attention(ops, 4, 2, 16, window)
-        attention.cache.keys[:] = attention.cache.values[:] = poison
+        expected = Attention(ops, 4, 2, 16, window, dtype=dtype).whole()
+        attention = Attention(ops, 4, 2, 16, window, dtype=dtype)
+        fill(attention.cache, ..., poison)
         assert_all_same_bits(attention.whole(), expected)
 
-        attention = Attention(ops, 4, 2, 16, window)
+        attention = Attention(ops, 4, 2, 16, window, dtype=dtype)
         attention.qkv[5] = attention.qkv[5].copy()
         attention.qkv[5][40, 64:] = poison                      # k and v of position 40
         results = attention.whole()
@@ -157,12 +173,13 @@ def test_slots_that_a_row_does_not_see_cannot_reach_it(window: int | None, poiso
             assert_same_bits(results[5][45:], expected[5][45:])
 
 
-def test_blocks_that_left_the_window_are_not_read() -> None:
+@dtypes
+def test_blocks_that_left_the_window_are_not_read(dtype: KVDtype) -> None:
     """Their table entries may name any block by then."""
     with host_ops() as ops:
-        expected = Attention(ops, 4, 2, 16, 12).whole()[5]
-        attention = Attention(ops, 4, 2, 16, 12)
-        attention.cache.keys[:, 0] = attention.cache.values[:, 0] = np.nan
+        expected = Attention(ops, 4, 2, 16, 12, dtype=dtype).whole()[5]
+        attention = Attention(ops, 4, 2, 16, 12, dtype=dtype)
+        ops.poison_blocks(attention.cache, np.zeros(1, np.int32))
         rows = []
         for position in range(LENGTHS[5]):
             table = attention.tables.copy()
@@ -171,10 +188,11 @@ def test_blocks_that_left_the_window_are_not_read() -> None:
         assert_same_bits(np.concatenate(rows), expected)
 
 
-def test_layers_do_not_mix() -> None:
+@dtypes
+def test_layers_do_not_mix(dtype: KVDtype) -> None:
     with host_ops() as ops:
-        attention = Attention(ops, 4, 2, 16)
-        attention.cache.keys[0] = attention.cache.values[0] = np.nan
+        attention = Attention(ops, 4, 2, 16, dtype=dtype)
+        fill(attention.cache, 0, np.nan)
         assert all(np.isfinite(result).all() for result in attention.whole())
 
 
@@ -192,9 +210,10 @@ def test_numbers_are_checked_before_native_code_sees_them() -> None:
             ops.attend(qkv, attention.cache, 0, np.ascontiguousarray(outside[5:6, :4]), 1.0, None, None)
 
 
-def test_inputs_are_left_alone() -> None:
+@dtypes
+def test_inputs_are_left_alone(dtype: KVDtype) -> None:
     with host_ops() as ops:
-        attention = Attention(ops, 9, 3, 64)
+        attention = Attention(ops, 9, 3, 64, dtype=dtype)
         before = [qkv.copy() for qkv in attention.qkv]
         attention.whole()
         keys, values = attention.cache.keys.copy(), attention.cache.values.copy()
@@ -203,8 +222,8 @@ def test_inputs_are_left_alone() -> None:
         ops.begin(batch)
         ops.attend(qkv, attention.cache, 1, batch.block_tables[0], 1.0, None, None)
         ops.finish()
-        assert_same_bits(attention.cache.keys, keys)
-        assert_same_bits(attention.cache.values, values)
+        np.testing.assert_array_equal(attention.cache.keys, keys)
+        np.testing.assert_array_equal(attention.cache.values, values)
         assert_same_bits(qkv, np.concatenate(before))
 
 

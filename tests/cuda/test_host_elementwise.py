@@ -8,7 +8,6 @@ import pytest
 from numpy.typing import NDArray
 
 from cuda.host.ops import HostOps
-from cuda.ops import BLOCK_SIZE, KVGroupSpec
 from cuda.reference import ReferenceOps
 from tests.cuda.host_support import (
     GUARD,
@@ -139,54 +138,6 @@ def test_take_rows() -> None:
                 assert_same_bits(y, x[np.array(rows, np.intp)])
         with pytest.raises(AssertionError, match="rows outside"):
             ops.take_rows(x, np.array([9], np.int32))
-
-
-@pytest.mark.parametrize(("kv_heads", "head_dim"), [(1, 16), (3, 24), (3, 64), (2, 256)])
-def test_store_kv_writes_its_slots_and_nothing_else(kv_heads: int, head_dim: int) -> None:
-    spec = make_spec(16, 2 * kv_heads, kv_heads, head_dim)
-    group = KVGroupSpec((0, 1), kv_heads, head_dim, head_dim, None)
-    slots = np.array([0, 15, 16, 79, 33], np.int32)
-    qkv = random_floats(0, len(slots), 4 * kv_heads * head_dim)
-    k, v = qkv[:, 2 * kv_heads * head_dim:].reshape(len(slots), 2, kv_heads, head_dim).swapaxes(0, 1)
-    with host_ops() as ops:
-        prepare(ops, spec)
-        cache = ops.allocate_kv(group, 5)
-        assert not cache.keys.any()
-        assert not cache.values.any()
-        cache.keys[:] = cache.values[:] = GUARD
-        ops.store_kv(qkv, cache, 1, slots)
-        ops.finish()
-        assert (cache.keys[0] == GUARD).all()
-        assert (cache.values[0] == GUARD).all()
-        for i, slot in enumerate(slots):
-            block, offset = divmod(int(slot), BLOCK_SIZE)
-            assert_same_bits(cache.keys[1, block, :, :, offset], k[i])
-            assert_same_bits(cache.values[1, block, :, offset, :head_dim], v[i])
-            cache.keys[1, block, :, :, offset] = cache.values[1, block, :, offset] = GUARD
-        assert (cache.keys == GUARD).all()
-        assert (cache.values == GUARD).all()
-        with pytest.raises(AssertionError, match="slots outside"):
-            ops.store_kv(qkv, cache, 1, slots + 1)
-
-
-def test_copy_blocks_one_by_one() -> None:
-    """A destination may be a later pair's source."""
-    spec = make_spec(16, 2, 1, 16)
-    with host_ops() as ops:
-        prepare(ops, spec)
-        cache = ops.allocate_kv(KVGroupSpec((0, 1, 2), 1, 16, 16, None), 6)
-        for layer in range(3):
-            for block in range(6):
-                cache.keys[layer, block] = 10 * layer + block
-                cache.values[layer, block] = 100 + 10 * layer + block
-        ops.copy_blocks(cache, cache, np.array([[1, 4], [4, 2], [3, 4]], np.int32))
-        expected = np.array([0, 1, 1, 3, 3, 5], np.float32)
-        for layer in range(3):
-            assert_same_bits(cache.keys[layer, :, 0, 0, 0], expected + 10 * layer)
-            assert_same_bits(cache.values[layer, :, 0, -1, -1], expected + 100 + 10 * layer)
-        ops.store_kv(random_floats(0, 1, 64), cache, 0, np.zeros(1, np.int32))
-        with pytest.raises(AssertionError, match="before a step's operations"):
-            ops.copy_blocks(cache, cache, np.array([[0, 1]], np.int32))
 
 
 def run_all(ops: HostOps, rows: NDArray[np.intp]) -> list[Floats]:

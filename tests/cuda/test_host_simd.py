@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from cuda.host import simd
 from cuda.host.simd import (
+    absolute,
     atomic_add,
     atomic_load,
     exp,
@@ -30,6 +31,7 @@ from cuda.host.simd import (
     load_i32,
     load_i64,
     load_u8,
+    load_u16,
     low_nibble,
     maximum,
     pause,
@@ -37,13 +39,18 @@ from cuda.host.simd import (
     scalar_fma,
     splat,
     store,
+    store_bf16,
     store_f32,
     store_first,
+    store_int8,
+    store_u8,
+    store_u16,
     tanh,
     to_float,
     word,
     yield_thread,
 )
+from cuda.reference import to_bf16
 from tests.cuda.host_support import GUARD, Floats, assert_same_bits
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -130,6 +137,8 @@ def test_scalars() -> None:
             return load_u8(address)
         if kind == 3:
             return load_f32(address)
+        if kind == 6:
+            return load_u16(address)
         if kind == 4:
             return word(address, 2)
         return real(address, 1)
@@ -141,13 +150,18 @@ def test_scalars() -> None:
     assert read(at(np.array([1, 2, -3], np.int64)), 4) == -3
     assert read(at(np.array([1, 0.1], np.float64)), 5) == np.float32(0.1)
 
+    assert read(at(np.array([60000], np.uint16)), 6) == 60000
+
     @compiled
     def write(address: int, value: float) -> None:
         store_f32(address, np.float32(value))
+        store_u16(address + 8, 0x12345)
+        store_u8(address + 11, 0x678)
 
     target = np.full(3, GUARD, np.float32)
-    write(at(target[1:]), 0.1)
-    assert target.tolist() == [GUARD, np.float32(0.1), GUARD]
+    write(at(target), 0.1)
+    assert target[:2].tolist() == [np.float32(0.1), GUARD]
+    assert target[2:].view(np.uint8).tolist() == [0x45, 0x23, GUARD.view("4u1")[2], 0x78]
 
 
 def test_half_floats_all_65536() -> None:
@@ -176,6 +190,34 @@ def test_bfloat16_all_65536() -> None:
     result = np.zeros(65536, np.float32)
     convert(at(halves), at(result), 65536)
     assert_same_bits(result, (halves.astype(np.uint32) << 16).view(np.float32))
+
+
+def test_to_bfloat16() -> None:
+    """Every upper half with the lower halves at which rounding changes, NaN and infinities among them."""
+    @compiled
+    def convert(source: int, target: int, count: int) -> None:
+        for i in range(0, count, 16):
+            store_bf16(target + 2 * i, load(source + 4 * i))
+
+    upper = np.arange(65536, dtype=np.uint32) << 16
+    for lower in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
+        values = (upper | lower).view(np.float32)
+        result = np.zeros(65536, np.uint16)
+        convert(at(values), at(result), 65536)
+        np.testing.assert_array_equal(result, to_bf16(values))
+
+
+def test_to_int8() -> None:
+    @compiled
+    def convert(source: int, target: int, count: int) -> None:
+        for i in range(0, count, 16):
+            store_int8(target + i, load(source + 4 * i))
+
+    values = np.arange(-140, 140, 0.125, dtype=np.float32)
+    values = np.concatenate([values, np.nextafter(values, np.float32(np.inf)), values * np.float32(1e30)])
+    result = np.zeros(len(values), np.int8)
+    convert(at(values), at(result), len(values))
+    np.testing.assert_array_equal(result, np.clip(np.rint(values), -127, 127).astype(np.int8))
 
 
 def test_codes_all_256() -> None:
@@ -274,6 +316,11 @@ def test_maximum() -> None:
     result = np.zeros(16, np.float32)
     run(at(x), at(y), at(result))
     np.testing.assert_array_equal(result[:5], [1, 3, 4, np.nan, -np.inf])
+
+
+def test_absolute() -> None:
+    values = np.array([-1.5, 2, -0.0, np.inf, -np.inf, np.nan, -1e-45], np.float32)
+    assert_same_bits(on_vectors(absolute, values), np.abs(values))
 
 
 def test_keep_lanes() -> None:

@@ -22,7 +22,8 @@ def normal(size: int, seed: int = 0, spread: float = 4.0) -> Floats32:
 
 def exact_weights(logits: Floats32, temperature: float) -> Floats64:
     wide = logits.astype(np.float64)
-    return np.exp((wide - wide.max()) / temperature)
+    weights: Floats64 = np.exp((wide - wide.max()) / temperature)
+    return weights
 
 
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 127, 128, 129, 256, 1000, 4001])
@@ -145,7 +146,8 @@ def test_draws_from_the_nucleus(top_p: float, spread: float) -> None:
 def test_the_compiled_draw_keeps_the_fewest_largest(values: list[int], share: float, uniform: float) -> None:
     """Whole numbers: sums are exact, and equals are everywhere."""
     goal = math.ceil(share * sum(values)) if share <= 1.0 else math.inf
-    kept, mass = [], 0
+    kept: list[int] = []
+    mass = 0
     for index in sorted(range(len(values)), key=lambda i: (-values[i], i)):
         if mass >= goal and kept:
             break

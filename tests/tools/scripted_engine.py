@@ -25,8 +25,8 @@ class ScriptedEngine:
     def __init__(self, has_chat_template: bool = True) -> None:
         self.info = EngineInfo(
             model="fake", model_names=("fake",), model_path="/fake", architecture="fake", vocab_size=30000,
-            max_model_len=CONTEXT, kv_capacity_tokens=4000, kv_bytes=1, file_bytes=1 << 20, weight_bytes=2 << 20,
-            max_num_seqs=8, max_num_batched_tokens=512, device="cpu",
+            max_model_len=CONTEXT, kv_capacity_tokens=4000, kv_bytes=1, kv_dtype="float32", file_bytes=1 << 20,
+            weight_bytes=2 << 20, max_num_seqs=8, max_num_batched_tokens=512, device="cpu",
             device_reason="there is nothing else", stop_token_ids=(2,), stop_tokens=("</s>",),
             has_chat_template=has_chat_template, default_sampling={"temperature": 0.25}, startup_s=(("weights", 0.1),))
         self.requests: list[tuple[PromptInput, SamplingParams]] = []

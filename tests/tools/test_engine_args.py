@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 
 from actors.system import EngineConfig
+from cuda.ops import KV_DTYPES
 from tools.client_args import reject_engine_args
 from tools.engine_args import add_engine_args, engine_config, memory_size
 
@@ -22,12 +23,17 @@ def test_what_is_not_given_is_left_to_the_engine() -> None:
 
 def test_every_flag_is_a_setting_of_the_engine() -> None:
     settings = {"device": "cpu", "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 64,
-                "kv_cache_memory": 1 << 20, "gpu_memory_utilization": 0.5, "seed": 3, "generation_config": "none",
-                "threads": 2}
+                "kv_cache_memory": 1 << 20, "kv_dtype": "int8", "gpu_memory_utilization": 0.5, "seed": 3,
+                "generation_config": "none", "threads": 2}
     argv = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     assert engine_config(parse(*argv)) == settings
     config = EngineConfig(**engine_config(parse(*argv)))
     assert settings.items() <= dataclasses.asdict(config).items()
+
+
+@pytest.mark.parametrize("dtype", ["auto", *KV_DTYPES])
+def test_every_kv_dtype_can_be_asked_for(dtype: str) -> None:
+    assert EngineConfig(**engine_config(parse("--kv-dtype", dtype))).kv_dtype == dtype
 
 
 @pytest.mark.parametrize(("text", "num_bytes"), [("0", 0), ("123", 123), ("1K", 1024), ("512M", 1 << 29),
