@@ -20,8 +20,8 @@ SWITCH_INTERVAL_S = 2e-4
 def reject_engine_args(args: argparse.Namespace, allowed: Collection[str],
                        reason: str = "is a setting of the engine and cannot be used with --url") -> None:
     """Raises: ValueError where a flag of the engine, but those `allowed`, was given."""
-    defaults = argparse.ArgumentParser()
-    add_engine_args(defaults)
-    for name, default in vars(defaults.parse_args([])).items():
-        if name not in allowed and getattr(args, name) != default:
-            raise ValueError(f"--{name.replace('_', '-')} {reason}")
+    parser = argparse.ArgumentParser(add_help=False)
+    add_engine_args(parser)
+    for action in parser._actions:
+        if action.dest not in allowed and getattr(args, action.dest) != action.default:
+            raise ValueError(f"{action.option_strings[-1]} {reason}")
