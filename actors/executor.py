@@ -110,9 +110,11 @@ class Executor:
         begin_s = time.perf_counter()
         self._apply(runner, plan)
         chunks = [chunk for chunk in plan.chunks if chunk[0] not in self._broken]
+        # NOTE: outside of what may fail: a step that fails has moved the counters on all the same, as its plan did.
+        rows = runner.rows(chunks, plan.resting, None if self._broken else plan.num_tokens)
         try:
             runner.move_blocks(plan.tier_out, plan.copies, plan.poisoned + self._unfilled(plan), plan.tier_in)
-            output = runner.step(chunks, plan.resting, None if self._broken else plan.num_tokens)
+            output = runner.step(rows)
         except Exception as error:  # NOTE: MemoryError too: this step's requests fail, the engine goes on
             log.exception("step %d failed", plan.step_id)
             return StepResult(plan.step_id, error=f"{type(error).__name__} in step {plan.step_id}",

@@ -1,8 +1,4 @@
-"""State per slot and the step: from plan columns to a batch, through the model, to sampled tokens.
-
-A slot holds one sequence: its tokens, its block tables, its sampling state. The runner is told only what changes;
-decode rows go on by themselves, each feeding on the token that it sampled last.
-"""
+"""The step where results are read at once: from plan columns to a batch, through the model, to sampled tokens."""
 from __future__ import annotations
 
 import time
@@ -17,6 +13,7 @@ from cuda.kv_cache import kv_groups
 from cuda.model import Transformer
 from cuda.ops import BLOCK_SIZE, Array, Batch, Ints, KVDtype, Ops
 from cuda.sampler import Sampled, Sampler, SlotSampling, TopLogprobs
+from cuda.slots import Slots, StepRows
 from weights.load import ModelWeights
 from weights.spec import ModelSpec
 
@@ -55,15 +52,8 @@ class Runner:
         self.sampler = Sampler(max_num_seqs, spec.vocab_size)
         self.max_num_tokens = max(max_num_batched_tokens, max_num_seqs)
 
-        table_width = -(-max_model_len // BLOCK_SIZE)
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
-        self.num_known = np.zeros(max_num_seqs, np.int32)
-        self.num_prompt = np.zeros(max_num_seqs, np.int32)
-        self.block_tables = [np.zeros((max_num_seqs, table_width), np.int32) for _ in self.groups]
-        self.num_table_entries = np.zeros((len(self.groups), max_num_seqs), np.int32)
-        self.decoding = np.zeros(max_num_seqs, np.bool_)
-        self.wants_token = np.zeros(max_num_seqs, np.bool_)
-        self.prompt_logprobs: dict[int, int] = {}          # slot -> number of alternatives
+        self.slots = Slots(max_num_seqs, max_model_len, len(self.groups))
         self.forward_s = 0.0                               # in forward passes, head included, since the start
         self.on_logits: Callable[[NDArray[np.float32], Ints], None] | None = None   # tests inject faults here
 
@@ -71,29 +61,19 @@ class Runner:
               block_ids: Sequence[Sequence[int]], wants_token: bool, prompt_logprobs: int | None) -> None:
         """A sequence enters `slot`; nothing of it is computed yet."""
         self.token_ids[slot, :len(token_ids)] = token_ids
-        self.num_known[slot] = len(token_ids)
-        self.num_prompt[slot] = num_prompt_tokens
-        self.num_table_entries[:, slot] = 0
+        self.slots.start(slot, len(token_ids), num_prompt_tokens, wants_token, prompt_logprobs)
         for group, ids in enumerate(block_ids):
             self.append_blocks(slot, group, ids)
-        self.decoding[slot] = False
-        self.wants_token[slot] = wants_token
-        self.prompt_logprobs.pop(slot, None)
-        if prompt_logprobs is not None:
-            self.prompt_logprobs[slot] = prompt_logprobs
         self.sampler.start(slot, sampling, token_ids, num_prompt_tokens)
 
     def end(self, slot: int) -> None:
         """The sequence in `slot` is over or preempted."""
-        self.decoding[slot] = False
-        self.prompt_logprobs.pop(slot, None)
+        self.slots.end(slot)
         self.sampler.end(slot)
 
     def append_blocks(self, slot: int, group: int, block_ids: Sequence[int]) -> None:
         """`block_ids` continue the slot's table of `group`."""
-        start = self.num_table_entries[group, slot]
-        self.block_tables[group][slot, start:start + len(block_ids)] = block_ids
-        self.num_table_entries[group, slot] = start + len(block_ids)
+        self.slots.append_blocks(slot, group, block_ids)
 
     def move_blocks(self, tier_out: Sequence[Move], copies: Sequence[Move], poisoned: Sequence[tuple[int, int]],
                     tier_in: Sequence[Move]) -> None:
@@ -113,79 +93,51 @@ class Runner:
                 if pairs:
                     self.ops.copy_blocks(source, destination, np.array(pairs, np.int32))
 
-    def step(self, chunks: Sequence[tuple[int, int, int]], resting: Sequence[int],
-             num_tokens: int | None = None) -> StepOutput:
-        """Runs `chunks` (slot, from, to) and one row of every decoding slot that is not `resting`.
+    def rows(self, chunks: Sequence[tuple[int, int, int]], resting: Sequence[int],
+             num_tokens: int | None = None) -> StepRows | None:
+        """Rows of the next step, which must be run: `chunks` (slot, from, to) and one row of every decoding slot that
+        is not `resting`.
 
         num_tokens: the rows that the planner counts on; None where it cannot know.
         """
-        runs = self.decoding.copy()
-        runs[list(resting)] = False
-        decode_slots = np.flatnonzero(runs).astype(np.int32)
-        ends = self.num_known[decode_slots]                         # a decode row is [known - 1, known)
-        slots = np.concatenate([np.array([c[0] for c in chunks], np.int32), decode_slots])      # [S]
-        starts = np.concatenate([np.array([c[1] for c in chunks], np.int32), ends - 1])
-        ends = np.concatenate([np.array([c[2] for c in chunks], np.int32), ends])
-        if not len(slots):
+        rows = self.slots.rows(chunks, resting)
+        assert num_tokens in (None, rows.num_tokens if rows else 0), f"{rows} planned as {num_tokens} rows"
+        return rows
+
+    def step(self, rows: StepRows | None) -> StepOutput:
+        """Runs them."""
+        if rows is None:
             nothing = np.zeros(0, np.int32)
             return StepOutput(nothing, nothing, Sampled(nothing, np.zeros(0, np.float32), (), ()), nothing, nothing,
                               np.zeros(0, np.float32), ())
-        batch = self._batch(slots, starts, ends)
-        assert num_tokens in (None, batch.num_tokens), f"{batch.num_tokens} rows, the plan has {num_tokens}"
+        batch = self._batch(rows)
 
-        last_rows = batch.query_start_loc[1:] - 1                                               # [S]
-        samples = (ends == self.num_known[slots]) & self.wants_token[slots]
-        self.decoding[slots] |= samples
-        sample_rows, sample_slots = last_rows[samples], slots[samples]
-        prompt_rows, prompt_slots = self._prompt_rows(slots, starts, ends, batch.query_start_loc)
-
-        rows = np.concatenate([sample_rows, prompt_rows]).astype(np.int32)
         begin_s = time.perf_counter()
         self.ops.begin(batch)
-        hidden = self.model.forward(batch, self.caches, rows)
+        hidden = self.model.forward(batch, self.caches, np.concatenate([rows.sample_rows, rows.prompt_rows]))
         self.ops.finish()
         self.forward_s += time.perf_counter() - begin_s
-        positions = ends[samples]
-        sampled = self._sample(hidden[:len(sample_rows)], sample_slots, positions)
-        self.token_ids[sample_slots, positions] = sampled.token_ids
-        self.num_known[sample_slots] = positions + 1
-        prompt_positions = batch.positions[prompt_rows] + 1
-        logprobs, tops = self._prompt_logprobs(hidden[len(sample_rows):], prompt_slots, prompt_positions)
-        return StepOutput(sample_slots, positions, sampled, prompt_slots, prompt_positions, logprobs, tops)
+        num_samples = len(rows.sample_rows)
+        sampled = self._sample(hidden[:num_samples], rows.sample_slots, rows.sample_positions)
+        self.token_ids[rows.sample_slots, rows.sample_positions] = sampled.token_ids
+        prompt_positions = batch.positions[rows.prompt_rows] + 1
+        logprobs, tops = self._prompt_logprobs(hidden[num_samples:], rows.prompt_slots, prompt_positions)
+        return StepOutput(rows.sample_slots, rows.sample_positions, sampled, rows.prompt_slots, prompt_positions,
+                          logprobs, tops)
 
-    def _batch(self, slots: Ints, starts: Ints, ends: Ints) -> Batch:
-        lengths = ends - starts
-        query_start_loc = np.zeros(len(slots) + 1, np.int32)
-        np.cumsum(lengths, out=query_start_loc[1:])
-        num_tokens = int(query_start_loc[-1])
-        assert 0 < num_tokens <= self.max_num_tokens, f"a step of {num_tokens} tokens, at most {self.max_num_tokens}"
-        row_slots = np.repeat(slots, lengths)                                                   # [T]
-        positions = np.arange(num_tokens, dtype=np.int32) + np.repeat(starts - query_start_loc[:-1], lengths)
-        block_index, offset = positions // BLOCK_SIZE, positions % BLOCK_SIZE
-        width = int(ends.max() + BLOCK_SIZE - 1) // BLOCK_SIZE
-        for group in range(len(self.groups)):
-            entries = self.num_table_entries[group, slots]
-            assert (entries * BLOCK_SIZE >= ends).all(), "a row has no block to write its keys to"
+    def _batch(self, rows: StepRows) -> Batch:
+        assert 0 < rows.num_tokens <= self.max_num_tokens, f"{rows.num_tokens} tokens, at most {self.max_num_tokens}"
+        block_index, offset = rows.positions // BLOCK_SIZE, rows.positions % BLOCK_SIZE
+        width = int(rows.seq_lens.max() + BLOCK_SIZE - 1) // BLOCK_SIZE
+        tables = self.slots.block_tables
         return Batch(
-            token_ids=self.token_ids[row_slots, positions],
-            positions=positions.astype(np.int32),
-            query_start_loc=query_start_loc,
-            seq_lens=ends.astype(np.int32),
-            block_tables=tuple(np.ascontiguousarray(table[slots, :width]) for table in self.block_tables),
-            slot_mapping=tuple(table[row_slots, block_index] * BLOCK_SIZE + offset for table in self.block_tables),
+            token_ids=self.token_ids[rows.row_slots, rows.positions],
+            positions=rows.positions,
+            query_start_loc=rows.query_start_loc,
+            seq_lens=rows.seq_lens,
+            block_tables=tuple(np.ascontiguousarray(table[rows.slots, :width]) for table in tables),
+            slot_mapping=tuple(table[rows.row_slots, block_index] * BLOCK_SIZE + offset for table in tables),
         )
-
-    def _prompt_rows(self, slots: Ints, starts: Ints, ends: Ints, query_start_loc: Ints) -> tuple[Ints, Ints]:
-        """Rows whose next token is a prompt token with its logprob asked for, and their slots."""
-        rows: list[Ints] = [np.zeros(0, np.int32)]
-        row_slots: list[Ints] = [np.zeros(0, np.int32)]
-        if self.prompt_logprobs:
-            for s, slot in enumerate(slots):
-                count = min(int(ends[s]), int(self.num_prompt[slot]) - 1) - int(starts[s])
-                if int(slot) in self.prompt_logprobs and count > 0:
-                    rows.append(query_start_loc[s] + np.arange(count, dtype=np.int32))
-                    row_slots.append(np.full(count, slot, np.int32))
-        return np.concatenate(rows), np.concatenate(row_slots)
 
     def _sample(self, hidden: NDArray[np.float32], slots: Ints, positions: Ints) -> Sampled:
         parts = []
@@ -207,10 +159,10 @@ class Runner:
             part = slice(start, start + LOGITS_ROWS)
             logits = self._logits(hidden[part], slots[part])
             targets = self.token_ids[slots[part], positions[part]]
-            num_top = max(self.prompt_logprobs[int(slot)] for slot in slots[part])
+            num_top = max(self.slots.prompt_logprobs[int(slot)] for slot in slots[part])
             values, best = self.sampler.prompt_logprobs(logits, targets, num_top)
             logprobs.append(values)
-            tops += [top[:self.prompt_logprobs[int(slot)]] for slot, top in zip(slots[part], best, strict=True)]
+            tops += [top[:self.slots.prompt_logprobs[int(slot)]] for slot, top in zip(slots[part], best, strict=True)]
         return np.concatenate(logprobs), tuple(tops)
 
     def _logits(self, hidden: NDArray[np.float32], slots: Ints) -> NDArray[np.float32]:

@@ -223,8 +223,8 @@ def test_greedy_tokens_of_the_runner(name: str, backend: str) -> None:
                         max_num_batched_tokens=32, max_model_len=64)
         for slot, block_ids in enumerate(([9, 2, 30], [1, 7, 8])):
             runner.start(slot, prompt, len(prompt), GREEDY, [block_ids] * len(runner.groups), True, None)
-        outputs = [runner.step([(0, 0, 17), (1, 0, 5)], []), runner.step([(0, 17, 24), (1, 5, 24)], [])]
-        outputs += [runner.step([], [1] if step == 3 else []) for step in range(len(greedy) - 1)]
+        outputs = [runner.step(runner.rows(chunks, [])) for chunks in ([(0, 0, 17), (1, 0, 5)], [(0, 17, 24), (1, 5, 24)])]
+        outputs += [runner.step(runner.rows([], [1] if step == 3 else [])) for step in range(len(greedy) - 1)]
     finally:
         ops.close()
     for slot in (0, 1):
