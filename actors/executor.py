@@ -1,7 +1,8 @@
-"""The executor actor: the device and all state per slot. One thread of its own runs plans in the order they come.
+"""The executor actor: the device and all state per slot. One thread of its own launches plans in the order they come.
 
-Plans go in by a queue, results come out by `send_threadsafe`; nothing polls. A fault inside a step fails that step's
-sequences and the engine goes on; a fault outside of steps ends the engine.
+Plans go in by a queue, results come out by `send_threadsafe`; nothing polls. With overlap a second thread waits for the
+results, so that the first can launch the next plan meanwhile. A fault inside a step fails that step's sequences and the
+engine goes on; a fault outside of steps, or the loss of the device, ends the engine.
 """
 from __future__ import annotations
 
@@ -10,15 +11,18 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from actors.mailbox import Mailbox
 from actors.messages import StartedSequence, StepPlan, StepResult
 from actors.policy.kv_group import BLOCK_SIZE
 from actors.policy.scheduler import SchedulerMessage
-from cuda.runner import Runner, StepOutput
+from cuda.launcher import DeviceLost
+from cuda.runner import BaseRunner, StepOutput
 from cuda.sampler import SlotSampling
 
 log = logging.getLogger("troupe.executor")
@@ -32,14 +36,18 @@ class DeviceStuck(RuntimeError):
 class Executor:
     """Runs on two threads: `send`, `load` and `run` on the engine's loop, everything else on the device thread."""
 
-    def __init__(self, results: Mailbox[SchedulerMessage], stall_timeout_s: float = 300.0) -> None:
-        """stall_timeout_s: a step's chunks are bounded by the token budget, so a longer one is a stuck device."""
+    def __init__(self, results: Mailbox[SchedulerMessage], overlap: int = 0, stall_timeout_s: float = 300.0) -> None:
+        """overlap: steps that may be launched before the results of the one before them are read.
+        stall_timeout_s: a step's chunks are bounded by the token budget, so a longer one is a stuck device."""
         self.results = results
+        self.overlap = overlap
         self.stall_timeout_s = stall_timeout_s
-        self.step_started_s: float | None = None    # while a step runs
+        self._running_since: deque[float] = deque()     # of each step that is launched and not read
+        self._launched: queue.SimpleQueue[Callable[[], StepResult] | None] = queue.SimpleQueue()
+        self._last_end_s = 0.0
         self._broken: dict[int, str] = {}           # slots whose sequence could not enter, until it ends: why
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
-        self._runner: Runner | None = None
+        self._runner: BaseRunner | None = None
 
     @property
     def forward_s(self) -> float:
@@ -49,26 +57,28 @@ class Executor:
     def send(self, plan: StepPlan) -> None:
         self._plans.put(plan)
 
-    async def load(self, make_runner: Callable[[], Runner]) -> Runner:
+    async def load(self, make_runner: Callable[[], BaseRunner]) -> BaseRunner:
         """Builds the runner on the device thread (a device's context belongs to the thread that uses it)."""
         loop = asyncio.get_running_loop()
-        loaded: asyncio.Future[Runner] = loop.create_future()
+        loaded: asyncio.Future[BaseRunner] = loop.create_future()
         self._ended: asyncio.Future[None] = loop.create_future()
 
         def device_thread() -> None:
             try:
-                self._runner = make_runner()
+                runner = self._runner = make_runner()
             except BaseException as error:
                 _settle(loop, loaded, error)
                 return
-            _settle(loop, loaded, self._runner)
-            try:
-                self._run_plans(self._runner)
-            except BaseException as error:
-                _settle(loop, self._ended, error)
+            _settle(loop, loaded, runner)
+            self._until_fault(loop, lambda: self._run_plans(runner))
+
+        def results_thread() -> None:
+            self._until_fault(loop, self._read_results)
 
         self._thread = threading.Thread(target=device_thread, name="troupe-device", daemon=True)
         self._thread.start()
+        if self.overlap:
+            threading.Thread(target=results_thread, name="troupe-results", daemon=True).start()
         return await loaded
 
     def close(self) -> None:
@@ -89,40 +99,80 @@ class Executor:
                 await asyncio.wait([self._ended], timeout=WATCHDOG_PERIOD_S)
                 if self._ended.done():
                     self._ended.result()
-                started_s = self.step_started_s
-                if started_s is not None and time.monotonic() - started_s > self.stall_timeout_s:
+                running = tuple(self._running_since)
+                if running and time.monotonic() - running[0] > self.stall_timeout_s:
                     raise DeviceStuck(f"a step has been running for over {self.stall_timeout_s:.0f} s")
         finally:
             self.close()
 
-    def _run_plans(self, runner: Runner) -> None:
+    def _until_fault(self, loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            _settle(loop, self._ended, error)
+
+    def _run_plans(self, runner: BaseRunner) -> None:
         while True:
             plan = self._plans.get()
             if plan is None:
+                self._launched.put(None)
                 runner.ops.close()
                 return
-            self.step_started_s = time.monotonic()
-            result = self._step(runner, plan)
-            self.step_started_s = None
-            self.results.send_threadsafe(result)
+            self._running_since.append(time.monotonic())
+            result = self._launch(runner, plan)
+            if self.overlap:
+                self._launched.put(result)
+            else:
+                self._deliver(result)
 
-    def _step(self, runner: Runner, plan: StepPlan) -> StepResult:
+    def _read_results(self) -> None:
+        while (result := self._launched.get()) is not None:
+            self._deliver(result)
+
+    def _deliver(self, result: Callable[[], StepResult]) -> None:
+        done = result()
+        self._running_since.popleft()
+        self.results.send_threadsafe(done)
+
+    def _launch(self, runner: BaseRunner, plan: StepPlan) -> Callable[[], StepResult]:
+        """What it returns waits for the step's results."""
         begin_s = time.perf_counter()
         self._apply(runner, plan)
         chunks = [chunk for chunk in plan.chunks if chunk[0] not in self._broken]
         # NOTE: outside of what may fail: a step that fails has moved the counters on all the same, as its plan did.
         rows = runner.rows(chunks, plan.resting, None if self._broken else plan.num_tokens)
+        failed = tuple((slot, self._broken[slot]) for slot, _, _ in plan.chunks if slot in self._broken)
         try:
             runner.move_blocks(plan.tier_out, plan.copies, plan.poisoned + self._unfilled(plan), plan.tier_in)
-            output = runner.step(rows)
+            output = runner.launch(rows)
+        except DeviceLost:
+            raise
         except Exception as error:  # NOTE: MemoryError too: this step's requests fail, the engine goes on
-            log.exception("step %d failed", plan.step_id)
-            return StepResult(plan.step_id, error=f"{type(error).__name__} in step {plan.step_id}",
-                              elapsed_s=time.perf_counter() - begin_s)
-        failed = tuple((slot, self._broken[slot]) for slot, _, _ in plan.chunks if slot in self._broken)
-        return _result(plan.step_id, output, failed, time.perf_counter() - begin_s)
+            # NOTE: bound now: the name `error` is gone when the result is asked for.
+            return partial(self._failed, plan.step_id, error, begin_s)
+        return partial(self._result, plan.step_id, output, failed, begin_s)
 
-    def _apply(self, runner: Runner, plan: StepPlan) -> None:
+    def _result(self, step_id: int, output: Callable[[], StepOutput], failed: tuple[tuple[int, str], ...],
+                begin_s: float) -> StepResult:
+        try:
+            done = output()
+        except DeviceLost:
+            raise
+        except Exception as error:
+            return self._failed(step_id, error, begin_s)
+        return _result(step_id, done, failed, self._elapsed_s(begin_s))
+
+    def _failed(self, step_id: int, error: Exception, begin_s: float) -> StepResult:
+        log.error("step %d failed", step_id, exc_info=error)
+        return StepResult(step_id, error=f"{type(error).__name__} in step {step_id}",
+                          elapsed_s=self._elapsed_s(begin_s))
+
+    def _elapsed_s(self, begin_s: float) -> float:
+        """Since the step was begun, or since the device was done with the one before it."""
+        begin_s, self._last_end_s = max(begin_s, self._last_end_s), time.perf_counter()
+        return self._last_end_s - begin_s
+
+    def _apply(self, runner: BaseRunner, plan: StepPlan) -> None:
         """NOTE: must not stop half-way: what it leaves out no later plan says again."""
         for slot in plan.ended:
             runner.end(slot)

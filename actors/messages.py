@@ -38,9 +38,11 @@ class Generate:
     choice: int = 0                         # index among the completions of one prompt; part of the random key
     arrival_s: float = 0.0                  # time.monotonic()
     priority: int = 0                       # lower comes first
-    user: str = ""                          # the caller's own name for who asks
+    user: str = ""                          # the tenant's own name for whom he asks
     cache_salt: str = ""                    # requests of different salts share no KV blocks
     tenant: str = ""                        # who asks as the door knows it: an API key's name
+    parent_id: str = ""                     # of what it is a part of, where that has several; unique for ever
+    num_children: int = 1                   # parts: they are let into the queue together or not at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,10 @@ class NewSequence:
     root: bytes = b""                       # what the keys of its blocks begin from; b"": they are not cached
     keys: tuple[bytes, ...] = ()            # of the blocks that the prompt fills
     priority: int = 0                       # lower comes first
-    tenant: str = ""                        # whom its share is counted for
+    tenant: str = ""                        # whom its share is counted for,
+    user: str = ""                          # and among his users, whom of these
+    parent_id: str = ""                     # as in `Generate`, as the next one
+    num_children: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +112,7 @@ class Reserve:
     forgotten: tuple[tuple[bytes, ...], ...] = ()   # keys of sequences whose logits were not finite
     num_in_order: int | None = None         # those behind go by the longest cached prefix; None: all as given
     num_slots: int | None = None            # so many new ones may enter; None: all
+    yielding: tuple[str, ...] = ()          # who would give slot and blocks to the first new one, in this order
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +136,7 @@ class Reserved:
     tier_out: tuple[tuple[int, int, int], ...] = ()  # (group, block, slot of the host tier)
     tier_in: tuple[tuple[int, int, int], ...] = ()   # (group, slot of the host tier, block)
     poisoned: tuple[tuple[int, int], ...] = ()       # (group, block), for debugging
+    num_yielding: int = 0                   # so many of those asked for must; 0: none, or not even all would do
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +221,7 @@ class SequenceTokens:
     prompt_logprobs: tuple[tuple[int, float, TopLogprobs], ...] = ()     # (position, logprob, best alternatives)
     finish: Finish | None = None
     error: str = ""                         # for rejected and failed
+    error_field: str = ""                   # of rejected: the parameter (if not the prompt), or the queue's limit
     usage: Usage | None = None              # with finish
     retry_after_s: float | None = None      # rejected because the queue is full
 
@@ -258,9 +266,10 @@ class TextDelta:
     finish: Finish | None = None            # set exactly once, in the last delta
     stop_reason: str | int | None = None    # the stop string or stop id that ended it (None: end of sequence)
     error: str = ""                         # for rejected and failed
-    error_field: str = ""                   # the parameter that the error is about
+    error_field: str = ""                   # the parameter that the error is about, or the queue's limit
     usage: Usage | None = None
     retry_after_s: float | None = None      # rejected because the queue is full: try again after this
+    num_cached_tokens: int | None = None    # with the first token: so much of the prompt the prefix cache had
 
 
 Message: TypeAlias = Generate | Abort | NewSequence | Reserve | Reserved | StepPlan | StepResult | NewTokens | TextDelta

@@ -26,12 +26,13 @@ from actors.policy.scheduler import SchedulerConfig, SchedulerMessage, Scheduler
 from actors.sampling_params import ParameterError, SamplingParams
 from actors.scheduler import Scheduler
 from actors.tokenizer import CacheNames, Tokenizer
-from cuda.kv_cache import kv_groups, size_kv_cache
-from cuda.memory import available_host_bytes
+from cuda.devices import NoGpu, usable_gpu
+from cuda.kv_cache import blocks_for, kv_groups, size_kv_cache
+from cuda.launcher import Launcher
 from cuda.ops import BLOCK_SIZE, KV_DTYPES, KVDtype, KVGroupSpec, Ops
-from cuda.runner import Runner
+from cuda.runner import BaseRunner, Runner
 from weights.hub import resolve
-from weights.load import ModelFile, open_model
+from weights.load import ModelFile, ModelWeights, open_model
 from weights.spec import ModelSpec
 from weights.vocab import Vocab
 
@@ -40,9 +41,6 @@ log = logging.getLogger("troupe.system")
 T = TypeVar("T")
 
 assert kv_group.BLOCK_SIZE == BLOCK_SIZE, "policy may not import cuda, so the number stands twice"
-
-# Without a figure from the user, KV blocks may take this share of the memory that is free at the start.
-DEFAULT_KV_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +52,23 @@ class EngineConfig:
     max_num_seqs: int = 64                  # sequences that run at once
     max_num_batched_tokens: int = 512       # tokens of one step
     kv_cache_memory: int | None = None      # bytes
-    kv_dtype: KVDtype | Literal["auto"] = "auto"    # of stored keys and values; auto: float32
+    kv_dtype: KVDtype | Literal["auto"] = "auto"    # of stored keys and values; auto: the back end's first
     kv_tier_memory: int = 0                 # bytes of host memory for KV blocks that must leave the device
     gpu_memory_utilization: float | None = None     # share of the device's free memory for weights and KV together
     seed: int | None = None                 # of requests without one of their own; None: drawn anew
     served_model_name: tuple[str, ...] = ()  # the first is what replies say; None given: the model's name
     generation_config: str = "auto"         # "none": ignore the model's sampling defaults
     threads: int | None = None              # of the host back end; None: the physical cores
-    overlap: int = 0                        # steps launched before the results of the one before them are read
+    dtype: str = "auto"                     # of activations: float32 on a processor; bfloat16 or float16 on CUDA
+    deterministic: bool = False             # on CUDA: a request's bits do not depend on what else runs (a processor's
+                                            # never do)
+    overlap: int | None = None              # steps launched before the results of the one before them are read; None: 1
+                                            # on CUDA, else 0
     enable_prefix_caching: bool = True      # keep KV blocks of prompts and answers until their memory is needed
     scheduling_policy: str = "fcfs"         # who comes first: fcfs, priority, lpm, fair, deadline
     ttft_target_s: float | None = None      # of policy deadline: arrival to first token
     itl_target_s: float | None = None       # likewise: between two tokens of an answer
-    max_queued_requests: int | None = None  # that wait for a slot; more are refused at once
+    max_queued_requests: int | None = None  # that wait beyond the free slots, or for blocks; more are refused at once
     max_queued_tokens: int | None = None    # likewise, of those that wait
     cache_scope: str = "all"                # who may find whose: "all", or "key": each API key its own
     debug: bool = False                     # audit the KV pool after every step, and poison blocks that nobody may read
@@ -84,11 +86,20 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if share is not None and not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {share!r}")
+        if share is not None and self.kv_cache_memory is not None:
+            raise ValueError("kv_cache_memory and gpu_memory_utilization both say how large the KV cache is: give one")
         check_policy(self.scheduling_policy, self.ttft_target_s, self.itl_target_s)
         if self.cache_scope not in ("all", "key"):
             raise ValueError(f"cache_scope must be all or key, got {self.cache_scope!r}")
+        for name, is_asked in (("kv_tier_memory", self.kv_tier_memory > 0),
+                               ("cache_scope key", self.cache_scope == "key"),
+                               ("scheduling_policy lpm", self.scheduling_policy == "lpm")):
+            if is_asked and not self.enable_prefix_caching:
+                raise ValueError(f"{name} does nothing without prefix caching: drop it, or --no-enable-prefix-caching")
         if self.kv_dtype not in ("auto", *KV_DTYPES):
             raise ValueError(f"kv_dtype must be auto, {', '.join(KV_DTYPES)}, got {self.kv_dtype!r}")
+        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
+            raise ValueError(f"dtype must be auto, float32, bfloat16 or float16, got {self.dtype!r}")
         if self.generation_config not in ("auto", "none"):
             raise ValueError(f"generation_config must be auto or none, got {self.generation_config!r}")
 
@@ -102,12 +113,8 @@ class Sizes:
     kv_dtype: KVDtype
     kv_bytes: int
     kv_bytes_per_token: float               # of a sequence of full length
-    num_full_sequences: int                 # of max_model_len tokens that fit at once
-
-    @property
-    def kv_capacity_tokens(self) -> int:
-        """In sequences of full length."""
-        return self.num_full_sequences * self.max_model_len
+    num_full_sequences: float               # of max_model_len tokens that fit at once, with the part of one left over
+    kv_capacity_tokens: int                 # in such sequences; without windows in any
 
 
 @dataclass(slots=True)
@@ -210,10 +217,10 @@ class System:
 
         # The tokenizer is built beside the weights: both are mostly outside of Python.
         self.groups = kv_groups(model.spec)
-        available = available_host_bytes()
         scheduler_inbox: Mailbox[SchedulerMessage] = Mailbox()
-        self.executor = Executor(scheduler_inbox)
-        self.runner, self.vocab = await asyncio.gather(self.executor.load(lambda: self._make_runner(model, available)),
+        overlap = config.overlap if config.overlap is not None else 1 if self.device == "cuda" else 0
+        self.executor = Executor(scheduler_inbox, overlap)
+        self.runner, self.vocab = await asyncio.gather(self.executor.load(lambda: self._make_runner(model)),
                                                        asyncio.to_thread(self._timed_vocab, model))
         pool_groups = tuple(Group(num_blocks, group.window, num_tier_blocks) for group, num_blocks, num_tier_blocks
                             in zip(self.groups, self.sizes.num_blocks, self.sizes.num_tier_blocks, strict=True))
@@ -223,7 +230,7 @@ class System:
                                    self.output.deliver, config.seed, self._cache_names())
         policy = SchedulerPolicy(SchedulerConfig(
             max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=self.sizes.max_model_len, groups=pool_groups, overlap=config.overlap,
+            max_model_len=self.sizes.max_model_len, groups=pool_groups, overlap=overlap,
             scheduling_policy=config.scheduling_policy, ttft_target_s=config.ttft_target_s,
             itl_target_s=config.itl_target_s, queue=QueueLimits(config.max_queued_requests, config.max_queued_tokens)))
         self.scheduler = Scheduler(policy, scheduler_inbox, self.pool, self.executor, self.tokenizer.inbox)
@@ -250,19 +257,20 @@ class System:
         self.start_up.stage("tokenizer", begin_s)
         return vocab
 
-    def _make_runner(self, model: ModelFile, available: int) -> Runner:
+    def _make_runner(self, model: ModelFile) -> BaseRunner:
         """On the device thread."""
-        begin_s = time.perf_counter()
-        weights = model.weights()
-        self.file_bytes, self.weight_bytes = model.stored_bytes, weights.nbytes
-        self.start_up.stage("weights", begin_s)
-        begin_s = time.perf_counter()
-        ops = make_ops(self.device, self.config)
+        config, begin_s = self.config, time.perf_counter()
+        ops = make_ops(self.device, config)
         try:
-            self.sizes = choose_sizes(self.config, model.spec, weights.nbytes, available, ops)
-            runner = Runner(model.spec, weights, ops, self.sizes.num_blocks, self.config.max_num_seqs,
-                            self.config.max_num_batched_tokens, self.sizes.max_model_len, self.sizes.num_tier_blocks,
-                            self.sizes.kv_dtype)
+            available = ops.available_bytes()       # before the weights are there
+            weights = model.weights()
+            self.file_bytes, self.weight_bytes = model.stored_bytes, weights.nbytes
+            self.start_up.stage("weights", begin_s)
+            begin_s = time.perf_counter()
+            self.sizes = choose_sizes(config, model.spec, weights, available, ops)
+            runner = runner_class(self.device)(
+                model.spec, weights, ops, self.sizes.num_blocks, config.max_num_seqs, config.max_num_batched_tokens,
+                self.sizes.max_model_len, self.sizes.num_tier_blocks, self.sizes.kv_dtype)
         except BaseException:
             ops.close()
             raise
@@ -274,16 +282,32 @@ def choose_device(asked: str) -> tuple[str, str]:
     """The back end and why. Raises: ValueError where it cannot be had."""
     if asked == "reference":
         return "reference", "as asked: NumPy, for comparison"
-    if asked == "cuda":
-        raise ValueError("device cuda: the CUDA back end is not part of this version yet; use cpu or auto")
     if asked == "cpu":
         return "cpu", "as asked"
-    if asked != "auto":
+    if asked not in ("auto", "cuda"):
         raise ValueError(f"device must be auto, cpu or cuda, got {asked!r}")
-    return "cpu", "auto: the CUDA back end is not part of this version yet"
+    try:
+        gpu = usable_gpu()
+    except NoGpu as missing:
+        if asked == "cuda":
+            raise ValueError(f"device cuda: {missing}") from None
+        return "cpu", f"auto: {missing}"
+    return "cuda", f"{'as asked' if asked == 'cuda' else 'auto'}: {gpu}"
+
+
+def runner_class(device: str) -> type[BaseRunner]:
+    if device == "cuda":
+        from cuda.device_runner import DeviceRunner
+        return DeviceRunner
+    return Runner
 
 
 def make_ops(device: str, config: EngineConfig) -> Ops:
+    """Raises: ValueError for settings that the back end does not have."""
+    if device == "cuda":
+        return make_kernel_ops(config)
+    if config.dtype not in ("auto", "float32"):
+        raise ValueError(f"dtype {config.dtype}: on a processor activations are float32")
     if device == "reference":
         from cuda.reference import ReferenceOps
         return ReferenceOps()
@@ -292,12 +316,32 @@ def make_ops(device: str, config: EngineConfig) -> Ops:
     return HostOps(config.threads)
 
 
-def choose_kv_dtype(config: EngineConfig) -> KVDtype:
-    return "float32" if config.kv_dtype == "auto" else config.kv_dtype
+def make_kernel_ops(config: EngineConfig) -> Ops:
+    from cuda.kernels.ops import KernelOps
+    from cuda.kernels.types import BF16, FP16
+    dtypes = {"auto": BF16, "bfloat16": BF16, "float16": FP16}
+    if config.dtype not in dtypes:
+        raise ValueError(f"dtype {config.dtype}: on CUDA activations are bfloat16 or float16")
+    return KernelOps(make_launcher(), dtypes[config.dtype], config.deterministic)
 
 
-def choose_sizes(config: EngineConfig, spec: ModelSpec, weight_bytes: int, available: int, ops: Ops) -> Sizes:
-    """Context length and KV blocks, where `available` bytes of memory hold the weights too.
+def make_launcher() -> Launcher:
+    """Tests put an emulator here."""
+    from cuda.cupy_launcher import CupyLauncher
+    return CupyLauncher()
+
+
+def choose_kv_dtype(config: EngineConfig, ops: Ops) -> KVDtype:
+    """Raises: ValueError where the back end cannot store it."""
+    if config.kv_dtype == "auto":
+        return ops.kv_dtypes[0]
+    if config.kv_dtype not in ops.kv_dtypes:
+        raise ValueError(f"kv_dtype {config.kv_dtype}: the {ops.name} back end has {', '.join(ops.kv_dtypes)}")
+    return config.kv_dtype
+
+
+def choose_sizes(config: EngineConfig, spec: ModelSpec, weights: ModelWeights, available: int, ops: Ops) -> Sizes:
+    """Context length and KV blocks, where `available` bytes of the device's memory hold the weights too.
 
     Raises: ValueError with the arithmetic where something asked for does not fit.
     """
@@ -305,16 +349,30 @@ def choose_sizes(config: EngineConfig, spec: ModelSpec, weight_bytes: int, avail
     if max_model_len > spec.max_position:
         raise ValueError(f"max_model_len {max_model_len} is more than the {spec.max_position} positions that the model "
                          f"was trained for")
-    groups, kv_dtype = kv_groups(spec), choose_kv_dtype(config)
+    weight_bytes = ops.prepared_bytes(spec, weights, config.max_num_batched_tokens, max_model_len)
+    groups, kv_dtype = kv_groups(spec), choose_kv_dtype(config, ops)
     block_bytes = [ops.kv_block_bytes(group, kv_dtype) for group in groups]
     tier_bytes = config.kv_tier_memory
     num_tier_blocks = tier_bytes // sum(block_bytes)
     if tier_bytes and not num_tier_blocks:
         raise ValueError(f"kv_tier_memory {_size(tier_bytes)} does not hold one block of {BLOCK_SIZE} tokens, which "
                          f"takes {_size(sum(block_bytes))}")
+    tier_memory = ops.tier_memory_bytes()
+    if tier_memory is not None:             # not the device's
+        if tier_bytes > tier_memory:
+            raise ValueError(f"kv_tier_memory {_size(tier_bytes)} is more than the {_size(tier_memory)} of host memory "
+                             f"that are free")
+        tier_bytes = 0
+    if weight_bytes + tier_bytes >= available:
+        left = available - weight_bytes
+        raise ValueError(
+            f"kv_tier_memory {_size(tier_bytes)} is too much: of the {_size(available)} of memory that are free the "
+            f"weights of {_size(weight_bytes)} leave {_size(left)}" if left > 0 else
+            f"the weights of {_size(weight_bytes)} do not fit in the {_size(available)} of memory that are free")
     tier = f" and kv_tier_memory {_size(tier_bytes)}" if tier_bytes else ""
-    source = "a quarter of the free memory"
-    kv_bytes = int((available - weight_bytes - tier_bytes) * DEFAULT_KV_SHARE)
+    # Without a figure from the user, KV blocks take this share of what the weights leave.
+    source = f"{ops.default_kv_share:.0%} of the free memory"
+    kv_bytes = int((available - weight_bytes - tier_bytes) * ops.default_kv_share)
     if config.kv_cache_memory is not None:
         kv_bytes, source = config.kv_cache_memory, "kv_cache_memory"
         if kv_bytes + tier_bytes + weight_bytes > available:
@@ -341,8 +399,11 @@ def choose_sizes(config: EngineConfig, spec: ModelSpec, weight_bytes: int, avail
     used = sum(size * n for size, n in zip(block_bytes, num_blocks, strict=True))
     needed = blocks_of(groups, max_model_len)
     sequence_bytes = sum(size * n for size, n in zip(block_bytes, needed, strict=True))
+    # A sequence without a window holds a block for each BLOCK_SIZE tokens, one with it no more than the window takes.
+    tokens_per_block = [BLOCK_SIZE if need == blocks_for(max_model_len) else max_model_len / need for need in needed]
     return Sizes(max_model_len, num_blocks, (num_tier_blocks,) * len(groups), kv_dtype, used,
-                 sequence_bytes / max_model_len, min(n // need for n, need in zip(num_blocks, needed, strict=True)))
+                 sequence_bytes / max_model_len, min(n / need for n, need in zip(num_blocks, needed, strict=True)),
+                 int(min(n * tokens for n, tokens in zip(num_blocks, tokens_per_block, strict=True))))
 
 
 def blocks_of(groups: Sequence[KVGroupSpec], num_tokens: int) -> tuple[int, ...]:

@@ -64,7 +64,7 @@ class Tokenizer:
                  deliver: Callable[[Sequence[TextDelta]], None], seed: int | None = None,
                  cache: CacheNames | None = None) -> None:
         """seed: where the seeds of requests without one come from; None: the system's randomness. cache: how KV blocks
-        are named; None: they are not, and nobody finds them."""
+        are named; None: they are not, and only children of one parent find them."""
         self.vocab = vocab
         self.vocab_size = vocab_size        # of the model: a tokenizer may have more ids than the embedding has rows
         self.max_model_len = max_model_len
@@ -128,15 +128,24 @@ class Tokenizer:
         special_stops = {stop: token_id for stop in sampling.stop if (token_id := vocab.special_id(stop)) is not None}
         stop_ids = dict.fromkeys((*(() if sampling.ignore_eos else sorted(vocab.stop_ids)),
                                   *sampling.stop_token_ids, *special_stops.values()))
-        root = b"" if self.cache is None else self.cache.root(generate)
+        root = self._root(generate)
         sequence = NewSequence(
             request_id=generate.request_id, token_ids=tuple(ids), sampling=sampling, max_tokens=max_tokens,
             stop_ids=tuple(stop_ids), seed=self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed,
             choice=generate.choice, arrival_s=generate.arrival_s, root=root,
             keys=block_keys(root, ids) if root else (), priority=generate.priority,
-            tenant=generate.tenant or generate.user)
+            tenant=generate.tenant, user=generate.user, parent_id=generate.parent_id,
+            num_children=generate.num_children)
         return _Text(sequence, Detokenizer(vocab, ids, sampling.skip_special_tokens), StopStrings(sampling.stop),
                      () if sampling.prompt_logprobs is None else self._prompt_num_chars(generate, ids))
+
+    def _root(self, generate: Generate) -> bytes:
+        """What the keys of its KV blocks begin from; b"": it has none, and nobody finds them."""
+        if self.cache is not None:
+            return self.cache.root(generate)
+        if generate.num_children > 1:           # nothing is kept for others, but choices share their prompt
+            return root_key(model="", adapter="", salt=generate.parent_id, scope="children")
+        return b""
 
     def _prompt_ids(self, generate: Generate) -> list[int]:
         prompt, vocab = generate.prompt, self.vocab
@@ -185,7 +194,8 @@ class Tokenizer:
             state = self._texts.get(request_id)
             if state is not None and not state.stop_strings.stops:      # most of them
                 state.num_output_tokens += 1
-                deltas.append(TextDelta(request_id, state.detokenizer.push((token_id,)), (token_id,)))
+                deltas.append(TextDelta(request_id, state.detokenizer.push((token_id,)), (token_id,),
+                                        num_cached_tokens=state.cached[0] if state.num_output_tokens == 1 else None))
             else:
                 deltas.append(self._decode(SequenceTokens(request_id, (token_id,))))
         deltas += map(self._decode, message.rows)
@@ -206,6 +216,7 @@ class Tokenizer:
         sampling = state.sequence.sampling
         token_ids, finish, stop_reason = row.token_ids, row.finish, self._stop_reason(state, row)
         texts, num_chars, cut = [], [], False
+        is_first = state.num_output_tokens == 0 and len(token_ids) > 0
         for index, token_id in enumerate(token_ids):
             state.num_output_tokens += 1
             if finish == "stop" and index == len(token_ids) - 1:
@@ -235,10 +246,11 @@ class Tokenizer:
                 self._token_logprob(token_id, logprob, top, length) for token_id, logprob, top, length
                 in zip(token_ids, row.logprobs, row.top_logprobs, num_chars, strict=False)),
             prompt_logprobs=self._prompt_logprobs(state, row.prompt_logprobs), finish=finish, stop_reason=stop_reason,
-            error=row.error, error_field="prompt" if finish == "rejected" and row.retry_after_s is None else "",
+            error=row.error,
+            error_field=row.error_field or ("prompt" if finish == "rejected" else ""),
             usage=None if finish is None else Usage(
                 len(state.sequence.token_ids), state.num_output_tokens, *state.cached),
-            retry_after_s=row.retry_after_s)
+            retry_after_s=row.retry_after_s, num_cached_tokens=state.cached[0] if is_first else None)
 
     def _hold_back(self, state: _Text, text: str) -> tuple[str, str | None]:
         """What of `text` can be shown already, and the stop string that it completes."""

@@ -11,14 +11,15 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import orjson
 
 from actors.messages import ChatPrompt, Finish, Generate, Prompt, TextDelta, TokenLogprob, Usage
 from actors.output import OutputStream, merge
-from actors.policy.kv_group import BLOCK_SIZE
+from actors.policy.kv_group import BLOCK_SIZE, Group
+from actors.policy.stats import Histograms
 from actors.sampling_params import MAX_PRIORITY, ParameterError, SamplingParams
 from actors.system import EngineConfig, System
 
@@ -33,11 +34,15 @@ class EngineDead(RuntimeError):
 
 
 class EngineBusy(RuntimeError):
-    """The queue is full: this request was not taken. It may be tried again after `retry_after_s` seconds."""
+    """The queue is full: this request was not taken. It may be tried again after `retry_after_s` seconds.
 
-    def __init__(self, message: str, retry_after_s: float) -> None:
+    limit: of `EngineConfig`, that refused it: "max_queued_requests" or "max_queued_tokens".
+    """
+
+    def __init__(self, message: str, retry_after_s: float, limit: str) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.limit = limit
 
 
 class RequestFailed(RuntimeError):
@@ -68,9 +73,11 @@ class EngineInfo:
     default_sampling: dict[str, Any]        # from generation_config.json
     startup_s: tuple[tuple[str, float], ...]    # (stage, seconds)
     kv_bytes_per_token: float = 0.0         # of a request of max_model_len tokens
-    num_full_requests: int = 0              # of max_model_len tokens that fit at once
+    num_full_requests: float = 0.0          # of max_model_len tokens that fit at once, with the part of one left over
     debug: bool = False                     # the KV pool is audited at every step and may be looked at
     kv_tier_tokens: int = 0                 # room in host memory for what leaves the KV cache
+    max_queued_requests: int | None = None  # that wait without room for them; None: any number
+    kv_groups: tuple[Group, ...] = ()       # layers of like KV geometry: their blocks and windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +87,14 @@ class EngineStats:
     num_requests_waiting: int
     kv_cache_usage: float                   # 0..1
     num_preemptions: int
-    prompt_tokens: int                      # computed by the forward pass
+    prompt_tokens: int                      # computed in chunks: prompts, and what is computed again after preemption
     generation_tokens: int
     num_steps: int
     forward_s: float                        # inside forward passes
     busy_s: float                           # with sequences running: forward passes and all else
-    prefix_cache_queries: int = 0           # prompt tokens of requests that have begun to run
+    prefix_cache_queries: int = 0           # prompt tokens of requests that have begun to run, if they were looked for
     prefix_cache_hits: int = 0              # of these, found in the prefix cache
+    histograms: Histograms = field(default_factory=Histograms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,33 +141,41 @@ class Engine:
 
     async def generate(self, prompt: PromptInput, sampling: SamplingParams | None = None, *, choice: int = 0,
                        add_generation_prompt: bool = True, priority: int = 0, user: str = "", cache_salt: str = "",
-                       tenant: str = "") -> AsyncIterator[TextDelta]:
+                       tenant: str = "", parent_id: str = "", num_children: int = 1) -> AsyncIterator[TextDelta]:
         """Stream one completion. Leaving the iterator (break, cancel, aclose) aborts the request.
 
         The first delta comes when the request is admitted, before it runs: it has the prompt's ids and no tokens.
 
-        sampling: None takes the model's own defaults. priority: lower comes first, where the scheduling policy looks
-        at it. user, tenant: who asks, by his own word and as the door knows him; fair shares are counted for the
-        tenant, or else the user. cache_salt: requests of different salts find nothing of one another in the cache.
+        sampling: None takes the model's own defaults. priority: lower comes first; only under scheduling policy
+        "priority". tenant, user: who asks, as the door knows him, and for whom, by his own word; a fair share is the
+        tenant's, and within it the user's; cache scope "key" looks at the tenant alone. cache_salt: requests of
+        different salts find nothing of one another in the cache.
+        parent_id, num_children: an id that was never used before, and how many calls have it: they are let into the
+        queue together or not at all. If one of them raises, the others must be left.
         Raises: ParameterError before the first delta where the request cannot be served, EngineBusy where the queue is
         full; RequestFailed; EngineDead.
         """
         if not isinstance(priority, int) or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
             raise ParameterError("priority", f"must be an integer of at most {MAX_PRIORITY}, got {priority!r}")
-        for name, value in (("user", user), ("cache_salt", cache_salt), ("tenant", tenant)):
+        for name, value in (("user", user), ("cache_salt", cache_salt), ("tenant", tenant), ("parent_id", parent_id)):
             if not isinstance(value, str):
                 raise ParameterError(name, f"must be text, got {value!r}")
+        if not isinstance(num_children, int) or num_children < 1 or (num_children > 1 and not parent_id):
+            raise ParameterError("num_children", f"must be 1, or more with a parent_id, got {num_children!r}")
+        policy = self._system.config.scheduling_policy
+        if priority and policy != "priority":
+            raise ParameterError("priority", f"is for scheduling_policy priority, here it is {policy}")
         request_id = f"r{next(self._next_id)}"
         stream = OutputStream(request_id, self._system.abort)
         request = Generate(request_id, _prompt(prompt, add_generation_prompt), sampling or self.default_sampling(),
-                           choice, time.monotonic(), priority, user, cache_salt, tenant)
+                           choice, time.monotonic(), priority, user, cache_salt, tenant, parent_id, num_children)
         self._open(stream)
         try:
             self._system.post(request)
             while True:
                 delta = await self._next(stream)
                 if delta.retry_after_s is not None:
-                    raise EngineBusy(delta.error, delta.retry_after_s)
+                    raise EngineBusy(delta.error, delta.retry_after_s, delta.error_field)
                 if delta.finish == "rejected":
                     raise ParameterError(delta.error_field or "prompt", _without_field(delta))
                 if delta.finish == "failed":
@@ -203,7 +219,8 @@ class Engine:
             kv_cache_usage=system.pool.pool.usage, num_preemptions=scheduler.num_preemptions,
             prompt_tokens=scheduler.prompt_tokens, generation_tokens=scheduler.generation_tokens,
             num_steps=scheduler.num_steps, forward_s=executor.forward_s, busy_s=system.scheduler.busy_s,
-            prefix_cache_queries=scheduler.prefix_cache_queries, prefix_cache_hits=scheduler.prefix_cache_hits)
+            prefix_cache_queries=scheduler.prefix_cache_queries, prefix_cache_hits=scheduler.prefix_cache_hits,
+            histograms=scheduler.histograms.copy())
 
     async def debug_kv(self) -> dict[str, Any]:
         """Every KV block with its owners and what can be found in it, as plain data of one moment.
@@ -274,5 +291,5 @@ def _info(system: System) -> EngineInfo:
         default_sampling=dict(system.sampling_defaults),
         startup_s=tuple(system.start_up.stages),
         debug=config.debug, kv_bytes_per_token=system.sizes.kv_bytes_per_token,
-        num_full_requests=system.sizes.num_full_sequences,
-        kv_tier_tokens=system.sizes.num_tier_blocks[0] * BLOCK_SIZE)
+        num_full_requests=system.sizes.num_full_sequences, max_queued_requests=config.max_queued_requests,
+        kv_tier_tokens=system.sizes.num_tier_blocks[0] * BLOCK_SIZE, kv_groups=system.pool.pool.groups)

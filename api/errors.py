@@ -21,7 +21,8 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
     def body(self) -> bytes:
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = ("rate_limit_error" if self.status == 429 else
+                "invalid_request_error" if self.status < 500 else "server_error")
         return orjson.dumps({"error": {
             "message": self.message[:MAX_MESSAGE_CHARS], "type": kind, "param": self.param, "code": self.code}})
 

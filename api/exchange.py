@@ -5,11 +5,12 @@ import asyncio
 import dataclasses
 import logging
 import time
+import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -110,6 +111,9 @@ class Reply:
         self._writer = writer
         self._stream = stream
         self._timers = _timers(service.metrics, arrival_s, generations)
+        # Those of one request are let into the queue together or not at all.
+        self._family: dict[str, Any] = {} if len(generations) == 1 else {
+            "parent_id": uuid.uuid4().hex, "num_children": len(generations)}
         self._num_unfinished = len(generations)
         self._not_admitted = set(range(len(generations)))
         self._started = False                   # a stream's headers are out
@@ -145,7 +149,8 @@ class Reply:
         """The engine's deltas. Raises: ParameterError, which names a prompt as the request does."""
         deltas = cast("AsyncGenerator[TextDelta, None]", self._engine.generate(
             generation.prompt, generation.sampling, choice=generation.choice,
-            add_generation_prompt=generation.add_generation_prompt, **dataclasses.asdict(generation.asker)))
+            add_generation_prompt=generation.add_generation_prompt, **dataclasses.asdict(generation.asker),
+            **self._family))
         try:
             async with aclosing(deltas):
                 async for delta in deltas:
@@ -201,8 +206,11 @@ class Reply:
     def _told(self, error: Exception) -> ApiError:
         """What the client learns of a failure."""
         if isinstance(error, ParameterError):
+            self._end_timers(None)
             return bad_parameter(error)
         if isinstance(error, EngineBusy):
+            self._end_timers(None)
+            self._service.metrics.reject(error.limit)
             return queue_full(str(error), error.retry_after_s)
         self._end_timers("error")
         if isinstance(error, EngineDead):
@@ -210,7 +218,7 @@ class Reply:
         log.error("a request failed: %s", error, exc_info=None if isinstance(error, RequestFailed) else error)
         return internal_error()
 
-    def _end_timers(self, reason: str) -> None:
+    def _end_timers(self, reason: str | None) -> None:
         for timer in self._timers:
             timer.end(reason)
 

@@ -28,9 +28,10 @@ BLOCK_SIZE = 16                             # B: tokens in a KV block
 Array = Any                                 # the back end's own array type; NumPy on reference and host
 Ints = NDArray[np.int32]
 
-# What keys and values are stored as, all rounded to nearest, ties to even. int8: each token's k and v of each kv head
-# have a float32 scale, the largest size in it / 127; scale times code is what attention reads.
-KVDtype: TypeAlias = Literal["float32", "bf16", "int8"]
+# What keys and values are stored as, all rounded to nearest, ties to even. int8, fp8: each token's k and v of each kv
+# head have a float32 scale, the largest size in it / 127 (448 of fp8, which is e4m3: 4 bits of exponent, 3 of mantissa,
+# no infinity); scale times code is what attention reads.
+KVDtype: TypeAlias = Literal["float32", "bf16", "fp16", "int8", "fp8"]
 KV_DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
 
 
@@ -62,7 +63,22 @@ class Batch:
 class Ops(Protocol):
     """See the module's docstring for letters and rules."""
 
-    name: str                               # "reference", "host", …
+    name: str                               # "reference", "host", "cuda"
+    kv_dtypes: tuple[KVDtype, ...]          # that it can store; the first is the choice of who names none
+
+    default_kv_share: float                 # of the memory that weights leave, for KV blocks
+
+    def available_bytes(self) -> int:
+        """Memory for weights, workspace and KV blocks that may still be taken."""
+        ...
+
+    def tier_memory_bytes(self) -> int | None:
+        """Memory for the tier; None where it is the same that `available_bytes` counts."""
+        ...
+
+    def prepared_bytes(self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, max_position: int) -> int:
+        """Memory that `prepare` will take, workspace included where it is worth a word."""
+        ...
 
     def prepare(self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, max_position: int) -> ModelWeights:
         """Weights in this back end's own layout (packed, aligned, uploaded); same structure, own weight types.

@@ -11,27 +11,37 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuda.ops import BLOCK_SIZE, Batch, Ints, KVDtype, KVGroupSpec
+from cuda.memory import available_host_bytes
+from cuda.ops import BLOCK_SIZE, KV_DTYPES, Batch, Ints, KVDtype, KVGroupSpec
 from weights.load import LayerWeights, ModelWeights
 from weights.quant import Dense, Linear, Weight, dequantize
 from weights.spec import ModelSpec, RopeSpec
 
 Floats = NDArray[np.float32]
 
-_STORED: dict[KVDtype, type[np.generic]] = {"float32": np.float32, "bf16": np.uint16, "int8": np.int8}
+_STORED: dict[KVDtype, type[np.generic]] = {
+    "float32": np.float32, "bf16": np.uint16, "fp16": np.float16, "int8": np.int8, "fp8": np.uint8}
+_SCALED: tuple[KVDtype, ...] = ("int8", "fp8")
+
+# What the codes 0 .. 126 of e4m3 stand for; 127 is NaN and 128 the sign.
+# Source: Micikevicius et al. 2022, "FP8 formats for deep learning", table 1.
+FP8_VALUES = np.array([(8 + code % 8 if code > 7 else code) * 2.0 ** (max(code // 8, 1) - 10) for code in range(127)])
+FP8_LARGEST = 448
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ReferenceKVCache:
     """Of a group. 2: keys, values."""
     dtype: KVDtype
-    data: NDArray[Any]                      # [layers, 2, N, G, B, D]; bfloat16 as its bits
-    scales: Floats                          # [layers, 2, N, G, B], where int8
+    data: NDArray[Any]                      # [layers, 2, N, G, B, D]; bfloat16 and fp8 as their bits
+    scales: Floats                          # [layers, 2, N, G, B], where int8 or fp8
 
     def write(self, index: tuple[Any, ...], x: Floats) -> None:
         """Rows x [..., D] at `index` of all dimensions but the last."""
         if self.dtype == "int8":
             self.data[index], self.scales[index] = to_int8(x)
+        elif self.dtype == "fp8":
+            self.data[index], self.scales[index] = to_fp8(x)
         else:
             self.data[index] = to_bf16(x) if self.dtype == "bf16" else x
 
@@ -39,8 +49,10 @@ class ReferenceKVCache:
         data = self.data[index]
         if self.dtype == "bf16":
             data = (data.astype(np.uint32) << 16).view(np.float32)
+        elif self.dtype == "fp8":
+            data = np.where(data < 128, 1, -1) * FP8_VALUES[np.minimum(data & 127, 126)]
         wide: NDArray[np.float64] = data.astype(np.float64)
-        return wide * self.scales[index][..., None] if self.dtype == "int8" else wide
+        return wide * self.scales[index][..., None] if self.dtype in _SCALED else wide
 
 
 def to_bf16(x: Floats) -> NDArray[np.uint16]:
@@ -52,18 +64,46 @@ def to_bf16(x: Floats) -> NDArray[np.uint16]:
 
 def to_int8(x: Floats) -> tuple[NDArray[np.int8], Floats]:
     """Codes -127..127 and the scale of each row [..., D]; the scale is NaN where a number of the row is not finite."""
+    scaled, scale = _scaled(x, 127)
+    return np.clip(np.rint(scaled), -127, 127).astype(np.int8), scale
+
+
+def to_fp8(x: Floats) -> tuple[NDArray[np.uint8], Floats]:
+    """Bits of e4m3 and the scale of each row [..., D]; the scale is NaN where a number of the row is not finite."""
+    scaled, scale = _scaled(x, FP8_LARGEST)
+    size = np.abs(scaled)
+    _, exponent = np.frexp(size)
+    step = np.ldexp(1.0, np.maximum(exponent - 1, -6) - 3)          # between two codes here; subnormal under 2^-6
+    code = np.searchsorted(FP8_VALUES, np.minimum(np.rint(size / step) * step, FP8_LARGEST))
+    return (code | np.where(np.signbit(scaled), 128, 0)).astype(np.uint8), scale
+
+
+def _scaled(x: Floats, limit: int) -> tuple[Floats, Floats]:
+    """The rows [..., D] over their scale, so that no number is larger than `limit`, and the scale."""
     largest = np.abs(x).max(axis=-1)
-    scale = np.where(np.isfinite(largest), largest / np.float32(127), np.float32(np.nan))
+    scale = np.where(np.isfinite(largest), largest / np.float32(limit), np.float32(np.nan))
     # Nothing to divide by where all are zero, or so small that the scale is.
     usable = scale > 0
-    codes = np.rint(np.where(usable[..., None], x, 0) / np.where(usable, scale, 1)[..., None])
-    return np.clip(codes, -127, 127).astype(np.int8), scale
+    scaled = np.where(usable[..., None], x, 0) / np.where(usable, scale, 1)[..., None]
+    return scaled.astype(np.float32, copy=False), scale
 
 
 class ReferenceOps:
     """See `cuda.ops.Ops`. Weights are dequantized to float32 once."""
 
     name = "reference"
+    kv_dtypes: tuple[KVDtype, ...] = KV_DTYPES
+
+    default_kv_share = 0.25                 # the rest belongs to whoever else uses the machine
+
+    def available_bytes(self) -> int:
+        return available_host_bytes()
+
+    def tier_memory_bytes(self) -> int | None:
+        return None
+
+    def prepared_bytes(self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, max_position: int) -> int:
+        return weights.nbytes
 
     def prepare(self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, max_position: int) -> ModelWeights:
         self.spec = spec
@@ -92,7 +132,7 @@ class ReferenceOps:
         assert group.k_dim == group.v_dim, "k and v share one array here"
         rows = (len(group.layers), 2, num_blocks, group.kv_heads, BLOCK_SIZE)
         return ReferenceKVCache(dtype, np.zeros((*rows, group.k_dim), _STORED[dtype]),
-                                np.zeros(rows if dtype == "int8" else 0, np.float32))
+                                np.zeros(rows if dtype in _SCALED else 0, np.float32))
 
     def allocate_tier(self, group: KVGroupSpec, num_blocks: int, dtype: KVDtype) -> ReferenceKVCache:
         return self.allocate_kv(group, num_blocks, dtype)
@@ -203,7 +243,7 @@ class ReferenceOps:
         # NOTE: one by one and in order: a destination may be a later pair's source.
         for old, new in pairs:
             destination.data[:, :, new] = source.data[:, :, old]
-            if source.dtype == "int8":
+            if source.dtype in _SCALED:
                 destination.scales[:, :, new] = source.scales[:, :, old]
 
     def poison_blocks(self, cache: ReferenceKVCache, block_ids: Ints) -> None:

@@ -1,4 +1,5 @@
-"""The step where results are read at once: from plan columns to a batch, through the model, to sampled tokens."""
+"""From plan columns to a batch, through the model, to sampled tokens: what all back ends share, and the step of those
+whose results can be read at once."""
 from __future__ import annotations
 
 import time
@@ -34,7 +35,11 @@ class StepOutput:
     prompt_top_logprobs: tuple[TopLogprobs, ...]
 
 
-class Runner:
+_NOTHING, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
+NO_OUTPUT = StepOutput(_NOTHING, _NOTHING, Sampled(_NOTHING, _NO_LOGPROBS, (), ()), _NOTHING, _NOTHING, _NO_LOGPROBS, ())
+
+
+class BaseRunner:
     """Owns the model, the KV cache and the slots. Used by one thread."""
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights, ops: Ops, num_blocks: Sequence[int],
@@ -44,36 +49,34 @@ class Runner:
         self.spec, self.ops = spec, ops
         self.groups = kv_groups(spec)
         # A step can hold a row of every decoding slot beside its chunks' budget.
-        prepared = ops.prepare(spec, weights, max(max_num_batched_tokens, max_num_seqs), max_model_len)
+        self.max_num_tokens = max(max_num_batched_tokens, max_num_seqs)
+        prepared = ops.prepare(spec, weights, self.max_num_tokens, max_model_len)
         self.model = Transformer(spec, prepared, ops, self.groups)
         self.caches = [ops.allocate_kv(group, n, kv_dtype) for group, n in zip(self.groups, num_blocks, strict=True)]
         self.tiers = [ops.allocate_tier(group, n, kv_dtype) if n else None
                       for group, n in zip(self.groups, num_tier_blocks or [0] * len(self.groups), strict=True)]
-        self.sampler = Sampler(max_num_seqs, spec.vocab_size)
-        self.max_num_tokens = max(max_num_batched_tokens, max_num_seqs)
-
-        self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
         self.slots = Slots(max_num_seqs, max_model_len, len(self.groups))
         self.forward_s = 0.0                               # in forward passes, head included, since the start
-        self.on_logits: Callable[[NDArray[np.float32], Ints], None] | None = None   # tests inject faults here
+        self.on_logits: Callable[[Array, Ints], None] | None = None     # tests inject faults here
 
     def start(self, slot: int, token_ids: Sequence[int], num_prompt_tokens: int, sampling: SlotSampling,
               block_ids: Sequence[Sequence[int]], wants_token: bool, prompt_logprobs: int | None) -> None:
         """A sequence enters `slot`; nothing of it is computed yet."""
-        self.token_ids[slot, :len(token_ids)] = token_ids
         self.slots.start(slot, len(token_ids), num_prompt_tokens, wants_token, prompt_logprobs)
         for group, ids in enumerate(block_ids):
             self.append_blocks(slot, group, ids)
-        self.sampler.start(slot, sampling, token_ids, num_prompt_tokens)
 
     def end(self, slot: int) -> None:
         """The sequence in `slot` is over or preempted."""
         self.slots.end(slot)
-        self.sampler.end(slot)
 
     def append_blocks(self, slot: int, group: int, block_ids: Sequence[int]) -> None:
         """`block_ids` continue the slot's table of `group`."""
         self.slots.append_blocks(slot, group, block_ids)
+
+    def launch(self, rows: StepRows | None) -> Callable[[], StepOutput]:
+        """Runs them. What it returns waits for the results, on any thread, in the order of the launches."""
+        raise NotImplementedError
 
     def move_blocks(self, tier_out: Sequence[Move], copies: Sequence[Move], poisoned: Sequence[tuple[int, int]],
                     tier_in: Sequence[Move]) -> None:
@@ -104,12 +107,35 @@ class Runner:
         assert num_tokens in (None, rows.num_tokens if rows else 0), f"{rows} planned as {num_tokens} rows"
         return rows
 
-    def step(self, rows: StepRows | None) -> StepOutput:
-        """Runs them."""
+
+class Runner(BaseRunner):
+    """Where results can be read at once, and the host samples."""
+
+    def __init__(self, spec: ModelSpec, weights: ModelWeights, ops: Ops, num_blocks: Sequence[int],
+                 max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int,
+                 num_tier_blocks: Sequence[int] | None = None, kv_dtype: KVDtype = "float32") -> None:
+        super().__init__(spec, weights, ops, num_blocks, max_num_seqs, max_num_batched_tokens, max_model_len,
+                         num_tier_blocks, kv_dtype)
+        self.sampler = Sampler(max_num_seqs, spec.vocab_size)
+        self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
+
+    def start(self, slot: int, token_ids: Sequence[int], num_prompt_tokens: int, sampling: SlotSampling,
+              block_ids: Sequence[Sequence[int]], wants_token: bool, prompt_logprobs: int | None) -> None:
+        super().start(slot, token_ids, num_prompt_tokens, sampling, block_ids, wants_token, prompt_logprobs)
+        self.token_ids[slot, :len(token_ids)] = token_ids
+        self.sampler.start(slot, sampling, token_ids, num_prompt_tokens)
+
+    def end(self, slot: int) -> None:
+        super().end(slot)
+        self.sampler.end(slot)
+
+    def launch(self, rows: StepRows | None) -> Callable[[], StepOutput]:
+        output = self._step(rows)
+        return lambda: output
+
+    def _step(self, rows: StepRows | None) -> StepOutput:
         if rows is None:
-            nothing = np.zeros(0, np.int32)
-            return StepOutput(nothing, nothing, Sampled(nothing, np.zeros(0, np.float32), (), ()), nothing, nothing,
-                              np.zeros(0, np.float32), ())
+            return NO_OUTPUT
         batch = self._batch(rows)
 
         begin_s = time.perf_counter()

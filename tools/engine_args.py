@@ -37,14 +37,15 @@ def add_engine_args(parser: argparse.ArgumentParser) -> None:
                        help="host memory for cached KV blocks that must leave the device (default: 0, none)")
     group.add_argument("--scheduling-policy", choices=("fcfs", "priority", "lpm", "fair", "deadline"),
                        help="who comes first: arrival, priority (lower first, may preempt), longest cached prefix, "
-                            "fair shares of API keys or users, or time targets (default: fcfs)")
+                            "fair shares of API keys and of each one's users, or time targets (default: fcfs)")
     group.add_argument("--ttft-target", dest="ttft_target_s", type=float, metavar="SECONDS",
                        help="of policy deadline: from arrival to first token")
     group.add_argument("--itl-target", dest="itl_target_s", type=float, metavar="SECONDS",
                        help="likewise: between two tokens; prompts are cut so that a step takes no longer")
     group.add_argument("--max-queued-requests", type=int, metavar="N",
-                       help="that wait for a slot; more are refused with 429 and Retry-After (default: no limit)")
-    group.add_argument("--max-queued-tokens", type=int, metavar="N", help="likewise, prompt tokens of those that wait")
+                       help="that wait beyond the free slots, or for KV blocks; more are refused with 429 and "
+                            "Retry-After (default: no limit)")
+    group.add_argument("--max-queued-tokens", type=int, metavar="N", help="likewise, known tokens of those that wait")
     group.add_argument("--debug", action="store_const", const=True,
                        help="audit the KV cache after every step, poison freed blocks, serve GET /debug/kv")
     group.add_argument("--seed", type=int, metavar="N",

@@ -42,7 +42,7 @@ class WindowModel:
         groups = kv_groups(spec)
         weights = self._ops.prepare(spec, model.weights(), STEP_TOKENS, window_size)
         self._model = Transformer(spec, weights, self._ops, groups)
-        self._caches = [self._ops.allocate_kv(group, blocks_for(window_size), choose_kv_dtype(config))
+        self._caches = [self._ops.allocate_kv(group, blocks_for(window_size), choose_kv_dtype(config, self._ops))
                         for group in groups]
 
     def close(self) -> None:

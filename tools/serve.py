@@ -151,8 +151,7 @@ def _log_start(info: EngineInfo, elapsed_s: float) -> None:
     log.info("stop tokens: %s", ", ".join(
         f"{token_id} {token!r}" for token_id, token in zip(info.stop_token_ids, info.stop_tokens, strict=True)))
     log.info("KV cache: %d tokens in %.0f MiB of %s, enough for %.1f sequences of the full %d tokens",
-             info.kv_capacity_tokens, info.kv_bytes / 2**20, info.kv_dtype,
-             info.kv_capacity_tokens / info.max_model_len, info.max_model_len)
+             info.kv_capacity_tokens, info.kv_bytes / 2**20, info.kv_dtype, info.num_full_requests, info.max_model_len)
     log.info("a step computes at most %d tokens: a running answer waits for its next token no longer than such a step "
              "takes", info.max_num_batched_tokens)
     log.info("ready after %.2f s", elapsed_s)

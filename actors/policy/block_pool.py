@@ -100,6 +100,8 @@ class BlockPool:
                 if self._windowed:
                     self._release_unseen(tables, want.start)
         grants = []
+        first_new = None if not request.yielding else next(
+            (want for want in request.wants if want.request_id not in self._tables), None)
         starved: list[str] = []
         budget = request.token_budget
         num_slots = len(request.wants) if request.num_slots is None else request.num_slots
@@ -119,12 +121,16 @@ class BlockPool:
             budget -= grant.num_new_tokens
             num_slots -= tables is None
             grants.append(grant)
+        num_yielding = 0
+        if first_new is not None and first_new.request_id not in self._tables:
+            num_yielding = self._count_yielding(first_new, request.yielding)
         return Reserved(
             request.step_id, tuple(grants), tuple(starved),
             copies=tuple(copy for blocks in self.blocks for copy in blocks.copies),
             tier_out=tuple(move for blocks in self.blocks for move in blocks.tier_out),
             tier_in=tuple(move for blocks in self.blocks for move in blocks.tier_in),
-            poisoned=tuple((blocks.number, block_id) for blocks in self.blocks for block_id in blocks.poisoned))
+            poisoned=tuple((blocks.number, block_id) for blocks in self.blocks for block_id in blocks.poisoned),
+            num_yielding=num_yielding)
 
     def owners(self) -> tuple[dict[int, tuple[str, ...]], ...]:
         """Per group, each held block and the sequences that hold it."""
@@ -349,6 +355,24 @@ class BlockPool:
             for blocks in self._windowed:
                 count = blocks.count_in_window(want.keys[:count])
         return count
+
+    def _count_yielding(self, want: Want, yielding: tuple[str, ...]) -> int:
+        """How many of `yielding`, at least one, must give their blocks back so that a new sequence fits; 0: all of them
+        are not enough."""
+        found = self._look_up(want).found
+        lacking = [blocks.group.num_blocks_for(want.end) - blocks.count_shared(shared) - blocks.num_free
+                   for blocks, shared in zip(self.blocks, found, strict=True)]
+        num_left: list[dict[int, int]] = [{} for _ in self.blocks]      # owners of the blocks that some of them hold
+        for count, request_id in enumerate(yielding, start=1):
+            for blocks, block_ids in zip(self.blocks, self._tables[request_id].block_ids, strict=True):
+                owners = num_left[blocks.number]
+                for block_id in block_ids:
+                    owners[block_id] = owners.get(block_id, blocks.references[block_id]) - 1
+                    # What the new one shares with them it holds itself, then.
+                    lacking[blocks.number] -= owners[block_id] == 0 and block_id not in found[blocks.number]
+            if max(lacking) <= 0:
+                return count
+        return 0
 
     def _in_order(self, request: Reserve) -> tuple[Want, ...]:
         """The wants as given, or with the new ones that have waited for less by what is found of them."""

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from heapq import heapify, heappop, heappush, nsmallest
-from itertools import islice
+from itertools import islice, takewhile
 from math import inf
+from typing import TypeAlias
 
 from actors.policy.kv_group import BLOCK_SIZE
 from actors.policy.sequence import Sequence
@@ -44,9 +45,9 @@ class Order:
     def leave(self, sequence: Sequence) -> None:
         """It is out of the engine."""
 
-    def find_victim(self, now_s: float) -> Sequence | None:
-        """A running sequence that must yield to a waiting one."""
-        return None
+    def find_victims(self, now_s: float) -> list[Sequence]:
+        """Running sequences that would yield to the first who waits, the first of them first."""
+        return []
 
     def limit_prefill(self, num_decoding: int, num_tokens: int) -> int:
         """How many prompt tokens a step may take, where there is room for `num_tokens` beside `num_decoding` rows."""
@@ -57,7 +58,8 @@ class Order:
 
 
 class PriorityOrder(Order):
-    """The lower `priority` first. It also takes the place of running sequences of a higher one, if there is no other.
+    """The lower `priority` first. It also takes the place of running sequences of a higher one, if there is no other
+    and theirs is enough.
 
     A wait of AGEING_S counts as one step of priority, so that nobody waits for ever. It takes no running sequence's
     place, but who got in by it keeps his.
@@ -79,13 +81,13 @@ class PriorityOrder(Order):
         self.running.clear()
         self.running.update(ordered)
 
-    def find_victim(self, now_s: float) -> Sequence | None:
+    def find_victims(self, now_s: float) -> list[Sequence]:
         if not (self.waiting and self.running):
-            return None
+            return []
         (first,), _ = self.pick(1, now_s)
-        last = next(reversed(self.running.values()))
-        matters_more = first.request.priority < last.request.priority and self._aged_priority(first) < last.rank
-        return last if matters_more else None
+        priority, rank = first.request.priority, self._aged_priority(first)
+        return list(takewhile(lambda last: priority < last.request.priority and rank < last.rank,
+                              reversed(self.running.values())))
 
 
 class LongestPrefixOrder(Order):
@@ -105,8 +107,12 @@ class LongestPrefixOrder(Order):
         return first + others, len(first)
 
 
+Name: TypeAlias = tuple[str, ...]           # of who shares: (tenant,), or (tenant, user)
+
+
 class FairOrder(Order):
-    """Whoever got the fewest tokens comes first: those computed of his prompts and those of his answers, in all.
+    """The tenant who got the fewest tokens comes first, and among his users the one who got the fewest: those computed
+    of their prompts and those of their answers, in all. So a tenant gets no more for naming many users.
 
     Who was away does not save up: he comes back with no less than the one who got the fewest meanwhile.
     Source: Sheng et al. 2024, "Fairness in Serving Large Language Models" (virtual token counter).
@@ -114,43 +120,69 @@ class FairOrder(Order):
 
     def __init__(self, running: dict[str, Sequence], waiting: OrderedDict[str, Sequence]) -> None:
         super().__init__(running, waiting)
-        self._got: dict[str, int] = {}      # by tenant, in sequences that have left
+        self._got: dict[Name, int] = {}     # in sequences that have left
 
-    def _all_got(self) -> dict[str, int]:
-        """By tenant that has sequences in the engine."""
-        got: dict[str, int] = {}
+    def _all_got(self) -> dict[Name, int]:
+        """Of those who have sequences in the engine."""
+        got: dict[Name, int] = {}
         for sequence in (*self.running.values(), *self.waiting.values()):
-            tenant = sequence.request.tenant
-            got[tenant] = got.get(tenant, self._got.get(tenant, 0)) + _num_got(sequence)
+            num_got = _num_got(sequence)
+            for name in _names(sequence):
+                got[name] = got.get(name, self._got.get(name, 0)) + num_got
         return got
 
     def arrive(self, sequence: Sequence) -> None:
-        tenant, got = sequence.request.tenant, self._all_got()
-        if got and tenant not in got:
-            self._got[tenant] = max(self._got.get(tenant, 0), min(got.values()))
+        got = self._all_got()
+        least = _least(got)
+        for name in _names(sequence):
+            if name not in got and name[:-1] in least:
+                self._got[name] = max(self._got.get(name, 0), least[name[:-1]])
 
     def leave(self, sequence: Sequence) -> None:
-        tenant = sequence.request.tenant
-        self._got[tenant] = self._got.get(tenant, 0) + _num_got(sequence)
+        for name in _names(sequence):
+            self._got[name] = self._got.get(name, 0) + _num_got(sequence)
         # Who is away and has not got more than the least is raised to that when he comes: no need to remember him.
         got = self._all_got()
-        least = min(got.values(), default=inf)
-        self._got = {name: num for name, num in self._got.items() if name in got or num > least}
+        least = _least(got)
+        self._got = {name: num for name, num in self._got.items() if name in got or num > least.get(name[:-1], inf)}
 
     def pick(self, count: int, now_s: float) -> tuple[list[Sequence], int]:
         got = self._all_got()
-        queues: dict[str, deque[Sequence]] = {}
+        queues: dict[Name, deque[Sequence]] = {}
+        users: dict[Name, list[tuple[int, int, Name]]] = {}     # by tenant, as a heap
         for sequence in self.waiting.values():
-            queues.setdefault(sequence.request.tenant, deque()).append(sequence)
-        heap = [(got[tenant], place, tenant) for place, tenant in enumerate(queues)]
-        heapify(heap)
+            tenant, user = _names(sequence)
+            if user not in queues:
+                users.setdefault(tenant, []).append((got[user], len(queues), user))
+                queues[user] = deque()
+            queues[user].append(sequence)
+        tenants = [(got[tenant], place, tenant) for place, tenant in enumerate(users)]
+        for heap in (tenants, *users.values()):
+            heapify(heap)
         picked: list[Sequence] = []
-        while heap and len(picked) < count:
-            num_got, place, tenant = heappop(heap)
-            picked.append(queues[tenant].popleft())
-            if queues[tenant]:
-                heappush(heap, (num_got + picked[-1].num_known_tokens, place, tenant))
+        while tenants and len(picked) < count:
+            num_tenant_got, tenant_place, tenant = heappop(tenants)
+            num_user_got, user_place, user = heappop(users[tenant])
+            sequence = queues[user].popleft()
+            picked.append(sequence)
+            if queues[user]:
+                heappush(users[tenant], (num_user_got + sequence.num_known_tokens, user_place, user))
+            if users[tenant]:
+                heappush(tenants, (num_tenant_got + sequence.num_known_tokens, tenant_place, tenant))
         return picked, len(picked)
+
+
+def _names(sequence: Sequence) -> tuple[Name, Name]:
+    tenant, user = sequence.request.tenant, sequence.request.user
+    return (tenant,), (tenant, user)
+
+
+def _least(got: dict[Name, int]) -> dict[Name, int]:
+    """The least that anybody got, among all tenants and among each one's users: by what their names begin with."""
+    least: dict[Name, int] = {}
+    for name, num in got.items():
+        least[name[:-1]] = min(num, least.get(name[:-1], num))
+    return least
 
 
 def _num_got(sequence: Sequence) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import monotonic
 from typing import TypeAlias
 
@@ -31,11 +31,13 @@ from actors.messages import (
     TopLogprobs,
     Want,
 )
-from actors.policy.admission import QueueLimits, find_refusal, retry_after_s
+from actors.policy.admission import Arrivals, QueueLimits, find_refusal
 from actors.policy.kv_group import BLOCK_SIZE, Group
 from actors.policy.order import check_policy, make_order
 from actors.policy.output import Output
 from actors.policy.sequence import Sequence
+from actors.policy.stats import SchedulerStats
+from actors.policy.step import Round, Step, count_granted, find_poisoned
 from actors.policy.stopping import find_finish
 
 SchedulerMessage: TypeAlias = NewSequence | Abort | StepResult
@@ -67,41 +69,6 @@ class SchedulerConfig:
                              f"got {self.max_num_batched_tokens}")
 
 
-@dataclass(slots=True)
-class SchedulerStats:
-    """Counters since start and gauges of now: plain numbers that another thread may read."""
-    num_running: int = 0
-    num_waiting: int = 0
-    num_preemptions: int = 0
-    prompt_tokens: int = 0                  # planned in chunks: prompts, and what is recomputed after preemption
-    prefix_cache_queries: int = 0           # tokens of sequences that entered for the first time
-    prefix_cache_hits: int = 0              # of these, found in the prefix cache
-    generation_tokens: int = 0
-    num_steps: int = 0                      # reported
-    step_s: float = 0.0                     # in forward passes and sampling
-
-
-@dataclass(slots=True, eq=False)
-class _Round:
-    """A step in the making."""
-    token_budget: int                       # for the wants
-    ready: list[Sequence]                   # decode one token in blocks that they hold
-    resting: list[Sequence]                 # all planned, results outstanding
-    wants: dict[str, Want]
-    grants: tuple[Grant, ...] = ()          # of the first answer, where there was a second one
-    poisoned: tuple[tuple[int, int], ...] = ()      # likewise
-    has_preempted: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Step:
-    """A step in flight. Results name slots; whose they were is remembered here, as slots are given on meanwhile."""
-    num_decoding: int
-    num_chunk_tokens: int
-    rows: dict[int, Sequence] = field(default_factory=dict)             # by slot
-    chunks: list[tuple[Sequence, int]] = field(default_factory=list)    # (sequence, end)
-
-
 class SchedulerPolicy:
     """See the module's docstring."""
 
@@ -109,11 +76,13 @@ class SchedulerPolicy:
         self.config = config
         self.clock = clock
         self.stats = SchedulerStats()
+        self._now_s = clock()                                           # when it was last looked at
         self.running: dict[str, Sequence] = {}                          # the last one yields first
         self.waiting: OrderedDict[str, Sequence] = OrderedDict()        # in order of arrival, the preempted first
         self.order = make_order(config.scheduling_policy, config.ttft_target_s, config.itl_target_s, self.running,
                                 self.waiting)
-        self._starved = False                                           # the first who waits, in the last round
+        self.arrivals = Arrivals()
+        self._lacks_blocks = False                                      # the last plan passed somebody over
         self._num_arrivals = 0
         self._free_slots = list(range(config.max_num_seqs))[::-1]
         self._releases: list[Release] = []                              # for the next Reserve, as the next two
@@ -121,9 +90,9 @@ class SchedulerPolicy:
         self._forgotten: list[tuple[bytes, ...]] = []
         self._tier_out: list[tuple[int, int, int]] = []                 # for the next StepPlan, as the next one
         self._ended: list[int] = []                                     # for the next StepPlan
-        self._round: _Round | None = None
+        self._round: Round | None = None
         self._next_step_id = 0
-        self._steps: dict[int, _Step] = {}                              # in flight, in the order sent
+        self._steps: dict[int, Step] = {}                              # in flight, in the order sent
         self._output = Output()
 
     @property
@@ -147,6 +116,7 @@ class SchedulerPolicy:
 
     def apply(self, messages: Iterable[SchedulerMessage]) -> None:
         """Take note of what happened."""
+        self._now_s = self.clock()
         for message in messages:
             if isinstance(message, StepResult):
                 self._apply_result(message)
@@ -165,26 +135,41 @@ class SchedulerPolicy:
         assert not is_known, f"request {request.request_id} is here already"
         room = max(0, self.config.max_model_len - len(request.token_ids))
         sequence = Sequence(request, min(request.max_tokens, room), self._num_arrivals)
+        sequence.queued_s = self._now_s
         self._num_arrivals += 1
         refusal = find_refusal(sequence, self.config.max_model_len, self.config.groups)
         if refusal:
             self._finish(sequence, "rejected", error=refusal)
             return
-        overload = self.config.queue.find_overload(sequence, self.waiting.values(), len(self._free_slots))
-        if overload:
-            seconds_per_token = self.stats.step_s / max(1, self.stats.prompt_tokens + self.stats.generation_tokens)
-            self._finish(sequence, "rejected", error=overload,
-                         retry_after_s=retry_after_s(self.waiting.values(), seconds_per_token))
-            return
-        self.order.arrive(sequence)
-        self.waiting[request.request_id] = sequence
-        self._output.accepted.append(request.request_id)
+        together = self.arrivals.add(sequence) if self.config.queue.are_set else [sequence]
+        if together:
+            self._let_in(together)
+
+    def _let_in(self, sequences: list[Sequence]) -> None:
+        """Into the queue, all of them or none."""
+        if not (self.running or self.waiting):
+            self._lacks_blocks = False
+        seconds_per_token = self.stats.step_s / max(1, self.stats.prompt_tokens + self.stats.generation_tokens)
+        refusal = self.config.queue.find_refusal(
+            sequences, self.waiting.values(), 0 if self._lacks_blocks else len(self._free_slots),
+            self.config.max_num_seqs, seconds_per_token)
+        for sequence in sequences:
+            if refusal is not None:
+                self._finish(sequence, "rejected", error=refusal.error, error_field=refusal.field,
+                             retry_after_s=refusal.retry_after_s)
+                continue
+            self.order.arrive(sequence)
+            self.waiting[sequence.request_id] = sequence
+            self._output.accepted.append(sequence.request_id)
 
     def _abort(self, abort: Abort) -> None:
         sequence = self.running.get(abort.request_id) or self.waiting.get(abort.request_id)
-        if sequence is None:                # ended meanwhile, or refused
-            return
-        self._remove(sequence)
+        if sequence is not None:
+            self._remove(sequence, is_complete=abort.reason == "stop")
+        else:
+            sequence = self.arrivals.remove(abort.request_id)
+            if sequence is None:            # ended meanwhile, or refused
+                return
         if abort.reason == "aborted":       # with "stop" the tokenizer has told the caller already
             self._finish(sequence, "aborted")
 
@@ -197,6 +182,7 @@ class SchedulerPolicy:
         del self._steps[step_id]
         self.stats.num_steps += 1
         self.stats.step_s += result.elapsed_s
+        self.stats.histograms.step_tokens.observe(step.num_decoding + step.num_chunk_tokens)
         self.order.observe(step.num_decoding, step.num_chunk_tokens, result.elapsed_s)
         if result.error:
             self._failed_steps.append(step_id)
@@ -218,11 +204,12 @@ class SchedulerPolicy:
             if sequence.slot >= 0:
                 sequence.num_computed_tokens = end
             if sequence.max_tokens == 0 and end == sequence.num_prompt_tokens:
-                self._remove(sequence)
+                self.stats.end_prefill(sequence, self._now_s)
+                self._remove(sequence, is_complete=True)
                 self._finish(sequence, "length")
         self._take_tokens(result, step)
 
-    def _take_prompt_logprobs(self, result: StepResult, step: _Step) -> None:
+    def _take_prompt_logprobs(self, result: StepResult, step: Step) -> None:
         """Pass them on; those that come again after preemption are known already."""
         rows: dict[str, list[tuple[int, float, TopLogprobs]]] = {}
         for slot, position, logprob, top_logprobs in zip(
@@ -235,7 +222,7 @@ class SchedulerPolicy:
         for request_id, prompt_logprobs in rows.items():
             self._output.rows.append(SequenceTokens(request_id, prompt_logprobs=tuple(prompt_logprobs)))
 
-    def _take_tokens(self, result: StepResult, step: _Step) -> None:
+    def _take_tokens(self, result: StepResult, step: Step) -> None:
         rows, output = step.rows, self._output
         num_taken = 0
         for index, (slot, position, token_id) in enumerate(
@@ -246,6 +233,8 @@ class SchedulerPolicy:
             num_taken += 1
             sequence.output_ids.append(token_id)
             sequence.num_known_tokens = position + 1
+            if position == sequence.num_prompt_tokens:
+                self.stats.end_prefill(sequence, self._now_s)
             if sequence.slot >= 0:
                 sequence.num_computed_tokens = position
             finish = find_finish(sequence, token_id)
@@ -260,7 +249,7 @@ class SchedulerPolicy:
             if finish is None:
                 output.rows.append(SequenceTokens(sequence.request_id, (token_id,), logprobs, top_logprobs))
             else:
-                self._remove(sequence)
+                self._remove(sequence, is_complete=True)
                 self._finish(sequence, finish, (token_id,), logprobs, top_logprobs)
         self.stats.generation_tokens += num_taken
 
@@ -270,8 +259,7 @@ class SchedulerPolicy:
         """Begin a round: what the next step would like, running sequences first, each token of an answer before any
         chunk. Answers that need no block are not in it; their tokens are off the budget."""
         assert self._round is None, "a round is under way"
-        now_s = self.clock()
-        has_preempted = self._yield_to_waiting(now_s)
+        now_s = self._now_s = self.clock()
         ready: list[Sequence] = []
         resting: list[Sequence] = []
         wants: dict[str, Want] = {}
@@ -297,51 +285,63 @@ class SchedulerPolicy:
             num_left -= end - start
             wants[sequence.request_id] = sequence.next_want(start, end)
         num_in_order = len(wants)
-        if num_left > 0 and self._free_slots and self.waiting:
-            # As many as there are slots for: how few tokens are left of their prompts the pool alone knows.
-            picked, num_picked_in_order = self.order.pick(len(self._free_slots), now_s)
+        # As many as there are slots for: how few tokens are left of their prompts the pool alone knows. Or one, to hear
+        # who must yield to it.
+        victims = self.order.find_victims(now_s)
+        num_waiting_wanted = len(self._free_slots) if num_left > 0 else 0
+        if self.waiting and (num_waiting_wanted or victims):
+            picked, num_picked_in_order = self.order.pick(max(1, num_waiting_wanted), now_s)
             num_in_order += num_picked_in_order
             for sequence in picked:
                 # A preempted sequence comes back with all its tokens known, else the device would choose some again.
                 if sequence.last_step_id in self._steps:
                     break
                 wants[sequence.request_id] = sequence.first_want()
-        self._round = _Round(token_budget, ready, resting, wants, has_preempted=has_preempted)
-        return self._reserve(token_budget, tuple(wants.values()), num_in_order)
+        self._round = Round(token_budget, ready, resting, wants, victims, asks_for_waiting=num_waiting_wanted > 0)
+        return self._reserve(token_budget, tuple(wants.values()), num_in_order,
+                             tuple([victim.request_id for victim in victims]))
 
-    def _yield_to_waiting(self, now_s: float) -> bool:
-        """Take slot and blocks of a running sequence that yields to a waiting one, if that lacks them.
-
-        NOTE: before a round, not within it: the others' blocks of this step may be shared already by who enters.
-        """
-        if self._free_slots and not self._starved:
-            return False
-        victim = self.order.find_victim(now_s)
-        if victim is None:
-            return False
-        self._preempt(victim)
-        return True
-
-    def _reserve(self, token_budget: int, wants: tuple[Want, ...], num_in_order: int) -> Reserve:
+    def _reserve(self, token_budget: int, wants: tuple[Want, ...], num_in_order: int,
+                 yielding: tuple[str, ...] = ()) -> Reserve:
         reserve = Reserve(
             self._next_step_id, tuple(self._releases), token_budget, wants,
             reported_step_id=next(iter(self._steps), self._next_step_id) - 1,
             failed_steps=tuple(self._failed_steps), forgotten=tuple(self._forgotten), num_in_order=num_in_order,
-            num_slots=len(self._free_slots))
+            num_slots=len(self._free_slots), yielding=yielding)
         self._releases, self._failed_steps, self._forgotten = [], [], []
         return reserve
 
     def preempt(self, reserved: Reserved) -> Reserve | None:
         """If running sequences starve, take the blocks of those at the tail and ask once more; None if none must yield.
+        If none does, those yield whom the order's policy gives up for the first who waits, where that lets it enter.
 
-        What the first answer granted holds, but for the preempted. Nobody yields to a waiting sequence, or to one
-        behind it: what starves at the tail itself sits the step out with its blocks.
+        What the first answer granted holds, but for the preempted.
         """
         this = self._current_round(reserved)
-        if not reserved.starved:
+        this.has_starved = bool(reserved.starved)
+        wants = self._yield_to_starved(reserved) or self._yield_to_waiting(reserved)
+        if not wants:
             return None
+        this.has_preempted = True
+        # Who waits starved, or there was no slot: nobody entered, and what was granted moves no block but out.
+        assert reserved.copies == reserved.tier_in == (), "a newcomer got blocks that a running sequence lacks"
+        this.grants = tuple(grant for grant in reserved.grants if grant.request_id in self.running)
+        num_ready = len(this.ready)
+        this.ready = [sequence for sequence in this.ready if sequence.slot >= 0]
+        this.resting = [sequence for sequence in this.resting if sequence.slot >= 0]
+        self._tier_out += reserved.tier_out
+        this.poisoned = reserved.poisoned
+        token_budget = this.token_budget + num_ready - len(this.ready) - count_granted(this.grants)
+        return self._reserve(token_budget, tuple(wants), len(wants))
+
+    def _yield_to_starved(self, reserved: Reserved) -> list[Want]:
+        """Preempt from the tail, if running sequences starve. Returns what is wanted then; [] if nobody yields.
+
+        Nobody yields to one behind it: what starves at the tail itself sits the step out with its blocks.
+        """
+        this = self._current_round(reserved)
         starved = [request_id for request_id in self.running if request_id in reserved.starved]
-        preempted: set[str] = set()
+        has_preempted = False
         num_freed = 0                       # an estimate: blocks may be shared, or given back by a window
         while num_freed < len(starved):
             sequence = next(reversed(self.running.values()))
@@ -350,22 +350,24 @@ class SchedulerPolicy:
                     break
                 starved.pop()
             num_freed += sequence.num_reserved_tokens // BLOCK_SIZE
-            preempted.add(sequence.request_id)
             self._preempt(sequence)
-        if not preempted:
-            return None
-        this.has_preempted = True
-        this.ready = [sequence for sequence in this.ready if sequence.slot >= 0]
-        this.resting = [sequence for sequence in this.resting if sequence.slot >= 0]
-        this.grants = tuple(grant for grant in reserved.grants if grant.request_id not in preempted)
-        # Who entered did so because nobody starved: what was granted to running sequences moves no block but out.
-        assert reserved.copies == reserved.tier_in == (), "a newcomer got blocks that a running sequence lacks"
-        self._tier_out += reserved.tier_out
-        this.poisoned = reserved.poisoned
-        token_budget = this.token_budget - sum(grant.num_new_tokens for grant in this.grants)
-        return self._reserve(token_budget, tuple(      # the pool remembers what they told
-            Want(request_id, this.wants[request_id].start, this.wants[request_id].end) for request_id in starved),
-            num_in_order=len(starved))
+            has_preempted = True
+        return [] if not has_preempted else [         # the pool remembers what they told
+            Want(request_id, this.wants[request_id].start, this.wants[request_id].end) for request_id in starved]
+
+    def _yield_to_waiting(self, reserved: Reserved) -> list[Want]:
+        """Preempt those who must yield to the first who waits, if this step has a token left for it. Returns what it
+        wants; [] if nobody yields."""
+        this = self._current_round(reserved)
+        victims = this.victims[:reserved.num_yielding]
+        wants = [want for request_id, want in this.wants.items() if request_id in self.waiting][:1]
+        num_free_tokens = this.token_budget + len([victim for victim in victims if victim in this.ready])
+        ids = {victim.request_id for victim in victims}
+        if num_free_tokens <= count_granted(grant for grant in reserved.grants if grant.request_id not in ids):
+            return []
+        for victim in victims:
+            self._preempt(victim)
+        return wants if victims else []
 
     def plan(self, reserved: Reserved) -> StepPlan | None:
         """End the round: fix the counts. None if no row can run until a result comes."""
@@ -388,13 +390,16 @@ class SchedulerPolicy:
                 chunks.append((sequence, sequence.num_planned_tokens + grant.num_new_tokens))
             else:
                 this.ready.append(sequence)
-        self._starved = any(request_id in self.waiting for request_id in reserved.starved)
+        if this.has_starved or reserved.starved:
+            self._lacks_blocks = True
+        elif this.asks_for_waiting or not self.waiting:     # else it says nothing about them
+            self._lacks_blocks = False
         for request_id in this.wants:       # starved
             sequence = self.running.get(request_id)
             if sequence is not None and sequence.num_planned_tokens >= sequence.num_started_tokens:
                 this.resting.append(sequence)
 
-        step = _Step(len(this.ready), sum(end - sequence.num_planned_tokens for sequence, end in chunks), chunks=chunks)
+        step = Step(len(this.ready), sum(end - sequence.num_planned_tokens for sequence, end in chunks), chunks=chunks)
         for sequence in this.ready:
             sequence.num_planned_tokens += 1
             step.rows[sequence.slot] = sequence
@@ -413,7 +418,7 @@ class SchedulerPolicy:
         self.stats.prompt_tokens += step.num_chunk_tokens
         plan = StepPlan(
             step_id=self._next_step_id, ended=tuple(self._ended), started=tuple(started), new_blocks=tuple(new_blocks),
-            tier_out=tuple(self._tier_out), copies=reserved.copies, poisoned=this.poisoned + reserved.poisoned,
+            tier_out=tuple(self._tier_out), copies=reserved.copies, poisoned=find_poisoned(this, reserved),
             tier_in=reserved.tier_in, chunks=tuple(chunk_rows),
             resting=tuple([sequence.slot for sequence in this.resting]), num_tokens=num_tokens)
         self._steps[self._next_step_id] = step
@@ -421,7 +426,7 @@ class SchedulerPolicy:
         self._ended, self._tier_out = [], []
         return plan
 
-    def _current_round(self, reserved: Reserved) -> _Round:
+    def _current_round(self, reserved: Reserved) -> Round:
         assert self._round is not None, "no round is under way"
         assert reserved.step_id == self._next_step_id, f"the pool answered step {reserved.step_id}"
         return self._round
@@ -432,8 +437,7 @@ class SchedulerPolicy:
         """From waiting into a slot."""
         sequence = self.waiting.pop(grant.request_id)
         if not sequence.has_started:
-            self.stats.prefix_cache_queries += sequence.num_known_tokens
-            self.stats.prefix_cache_hits += grant.num_cached_tokens
+            self.stats.enter(sequence, grant.num_cached_tokens, self._now_s)
             self._output.entered.append((sequence.request_id, grant.num_cached_tokens, grant.cache_miss))
         sequence.start(self._free_slots.pop(), grant)
         self.order.enter(sequence)
@@ -445,11 +449,12 @@ class SchedulerPolicy:
         sequence.last_step_id = self._next_step_id - 1
         self.waiting[sequence.request_id] = sequence
         self.waiting.move_to_end(sequence.request_id, last=False)
-        self.stats.num_preemptions += 1
+        self.stats.preempt(sequence)
 
-    def _remove(self, sequence: Sequence, forget: bool = False) -> None:
-        """Out of the engine. Tokens that are still to come are dropped."""
+    def _remove(self, sequence: Sequence, forget: bool = False, is_complete: bool = False) -> None:
+        """Out of the engine. Tokens that are still to come are dropped. is_complete: by a natural end."""
         sequence.is_alive = False
+        self.stats.end(sequence, is_complete, self._now_s)
         if sequence.slot >= 0:
             self._vacate(sequence, forget)
         else:
@@ -471,10 +476,10 @@ class SchedulerPolicy:
 
     def _finish(self, sequence: Sequence, finish: Finish, token_ids: tuple[int, ...] = (),
                 logprobs: tuple[float, ...] = (), top_logprobs: tuple[TopLogprobs, ...] = (), error: str = "",
-                retry_after_s: float | None = None) -> None:
+                error_field: str = "", retry_after_s: float | None = None) -> None:
         self._output.rows.append(SequenceTokens(
-            sequence.request_id, token_ids, logprobs, top_logprobs, finish=finish, error=error, usage=sequence.usage(),
-            retry_after_s=retry_after_s))
+            sequence.request_id, token_ids, logprobs, top_logprobs, finish=finish, error=error,
+            error_field=error_field, usage=sequence.usage(), retry_after_s=retry_after_s))
 
     def _count(self) -> None:
         self.stats.num_running = len(self.running)

@@ -43,6 +43,10 @@ class Sequence:
     num_prompt_logprobs: int = 0            # prompt positions below have been delivered
     slot: int = -1                          # -1: waiting
     last_step_id: int = -1                  # set when preempted: it resumes once this step has reported
+    num_preemptions: int = 0
+    queued_s: float = 0.0                   # by the scheduler's clock: when it arrived,
+    entered_s: float = 0.0                  # first got a slot,
+    prefilled_s: float = 0.0                # and had its first token
     has_started: bool = False               # once
     is_alive: bool = True
     _first_want: Want | None = None         # while it waits

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from actors.messages import TextDelta, TokenLogprob
 from api.engine import EngineInfo
 from api.exchange import Generation, Reply, parse_body
-from api.openai.lower import asker, sampling_params
+from api.openai.lower import asker, check_num_generations, sampling_params
 from api.openai.write import AnswerWriter, shown_logprob
 from api.schemas import ChatRequest
 from api.service import service_of
@@ -24,6 +24,7 @@ async def chat_completions(request: Request) -> Reply:
     engine = service.ready_engine()
     body = await parse_body(request, ChatRequest)
     service.check_model(body.model)
+    check_num_generations(engine, 1, body.num_choices)
     sampling = sampling_params(
         engine, body, max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None)

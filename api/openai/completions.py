@@ -14,7 +14,7 @@ from actors.messages import TextDelta, TokenLogprob
 from api.engine import Engine
 from api.errors import ApiError
 from api.exchange import Generation, Reply, parse_body
-from api.openai.lower import asker, sampling_params
+from api.openai.lower import asker, check_num_generations, sampling_params
 from api.openai.write import AnswerWriter, shown_logprob, shown_token
 from api.schemas import CompletionRequest, NamedPrompt
 from api.service import service_of
@@ -28,6 +28,7 @@ async def completions(request: Request) -> Reply:
     body = await parse_body(request, CompletionRequest)
     service.check_model(body.model)
     _check_lengths(engine, body.prompt)
+    check_num_generations(engine, len(body.prompt), body.num_choices)
     # Scoring without an answer asks for the prompt's logprobs, shown or not: there is nothing else to compute.
     scores_prompt = body.echo and (body.logprobs is not None or body.max_tokens == 0)
     sampling = sampling_params(engine, body, body.max_tokens, DEFAULT_MAX_TOKENS, logprobs=body.logprobs,

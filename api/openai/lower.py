@@ -6,9 +6,10 @@ from typing import Any
 
 from starlette.requests import Request
 
+from actors.policy.admission import too_many_at_once
 from actors.sampling_params import ParameterError, SamplingParams
 from api.engine import Engine
-from api.errors import bad_parameter
+from api.errors import ApiError, bad_parameter
 from api.exchange import Asker
 from api.schemas import GenerationRequest
 
@@ -19,9 +20,26 @@ _SAMPLING_FIELDS = ("min_tokens", "temperature", "top_p", "top_k", "min_p", "see
 
 def asker(http: Request, request: GenerationRequest) -> Asker:
     """NOTE: a key is known by its hash alone: what names a tenant may show in --debug, a key may not."""
-    key = http.headers.get("authorization", "")
+    key = _api_key(http)
     return Asker(priority=request.priority or 0, user=request.user or "", cache_salt=request.cache_salt or "",
                  tenant=hashlib.sha256(key.encode()).hexdigest()[:32] if key else "")
+
+
+def _api_key(http: Request) -> str:
+    """As OpenAI's, Anthropic's and Azure's clients send it; "" without one. The same key is the same by any of them."""
+    authorization = http.headers.get("authorization", "").strip()
+    scheme, _, token = authorization.partition(" ")
+    key = token.strip() if scheme.lower() == "bearer" else authorization
+    return key or http.headers.get("x-api-key", "").strip() or http.headers.get("api-key", "").strip()
+
+
+def check_num_generations(engine: Engine, num_prompts: int, num_choices: int) -> None:
+    """More than can ever be let in together are refused before they are looked at. Raises: ApiError (400)."""
+    info, num_generations = engine.info, num_prompts * num_choices
+    if info.max_queued_requests is not None and num_generations > info.max_num_seqs + info.max_queued_requests:
+        field = "n" if num_prompts == 1 else "prompt"
+        message = too_many_at_once(num_generations, info.max_num_seqs, info.max_queued_requests)
+        raise ApiError(400, f"{field}: {message}", param=field)
 
 
 def sampling_params(engine: Engine, request: GenerationRequest, max_tokens: int | None,

@@ -17,6 +17,7 @@ async def models(request: Request) -> Response:
     info = service.ready_engine().info
     cards = [{"id": name, "object": "model", "created": service.created_s, "owned_by": "troupe", "root": info.model,
               "parent": None, "max_model_len": info.max_model_len, "kv_capacity_tokens": info.kv_capacity_tokens,
+              "num_full_requests": info.num_full_requests,
               "kv_bytes_per_token": info.kv_bytes_per_token, "max_num_seqs": info.max_num_seqs}
              for name in info.model_names]
     return Response(orjson.dumps({"object": "list", "data": cards}), media_type="application/json")

@@ -28,6 +28,7 @@ from cuda.host.pack import Arena, PackedLinear, pack_linear, pack_weight
 from cuda.host.register_tile import MAX_ROWS
 from cuda.host.simd import LANES
 from cuda.host.workspace import Buffer, address_of, allocate, new_buffer
+from cuda.memory import available_host_bytes
 from cuda.ops import BLOCK_SIZE, Batch, Ints, KVDtype, KVGroupSpec
 from weights.load import LayerWeights, ModelWeights
 from weights.quant import Linear
@@ -60,6 +61,7 @@ class HostOps:
     """See `cuda.ops.Ops`. All arithmetic is float32; results do not depend on the number of threads."""
 
     name = "host"
+    kv_dtypes: tuple[KVDtype, ...] = ("float32", "bf16", "int8")
 
     def __init__(self, num_threads: int | None = None) -> None:
         """num_threads: by default the physical cores that this process may use."""
@@ -79,6 +81,17 @@ class HostOps:
         self._max_keys = 0
 
     # ---- Start
+
+    default_kv_share = 0.25                 # the rest belongs to whoever else uses the machine
+
+    def available_bytes(self) -> int:
+        return available_host_bytes()
+
+    def tier_memory_bytes(self) -> int | None:
+        return None
+
+    def prepared_bytes(self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, max_position: int) -> int:
+        return weights.nbytes
 
     def prepare(self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, max_position: int) -> ModelWeights:
         # The workspace grows to the largest step seen; only pages that a step touches take memory.

@@ -42,7 +42,8 @@ Entry: TypeAlias = tuple[int, int] | Literal["void", "nan"] | None      # (posit
 def request(request_id: str, num_prompt_tokens: int, max_tokens: int = 4, *, stop_ids: tuple[int, ...] = (),
             min_tokens: int = 0, prompt_logprobs: int | None = None, logprobs: int | None = None,
             seed: int | None = None, prompt: tuple[int, ...] = (), root: bytes = ROOT, priority: int = 0,
-            tenant: str = "", arrival_s: float = 0.0) -> NewSequence:
+            tenant: str = "", user: str = "", arrival_s: float = 0.0, parent_id: str = "",
+            num_children: int = 1) -> NewSequence:
     """A prompt of its own, behind the first tokens that `prompt` gives. root: b"" for one that is not cached."""
     seed = zlib.crc32(request_id.encode()) if seed is None else seed
     sampling = SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens, prompt_logprobs=prompt_logprobs,
@@ -50,7 +51,7 @@ def request(request_id: str, num_prompt_tokens: int, max_tokens: int = 4, *, sto
     own = tuple(scripted_token(seed + 1, position) for position in range(len(prompt), num_prompt_tokens))
     prompt = prompt[:num_prompt_tokens] + own
     return NewSequence(request_id, prompt, sampling, max_tokens, stop_ids, seed, 0, arrival_s, root,
-                       block_keys(root, prompt) if root else (), priority, tenant)
+                       block_keys(root, prompt) if root else (), priority, tenant, user, parent_id, num_children)
 
 
 def scripted_token(seed: int, position: int, masked: tuple[int, ...] = ()) -> int:
@@ -286,6 +287,7 @@ class Answer:
     prompt_logprobs: list[tuple[int, float, TopLogprobs]] = field(default_factory=list)
     finish: Finish | None = None
     error: str = ""
+    error_field: str = ""
     usage: Usage | None = None
     retry_after_s: float | None = None
 
@@ -317,7 +319,7 @@ class Answers:
         answer.logprobs += row.logprobs
         answer.prompt_logprobs += row.prompt_logprobs
         answer.finish, answer.error, answer.usage = row.finish, row.error, row.usage
-        answer.retry_after_s = row.retry_after_s
+        answer.error_field, answer.retry_after_s = row.error_field, row.retry_after_s
         assert (row.usage is not None) == (row.finish is not None), "usage comes with finish"
         assert bool(row.error) == (row.finish in ("rejected", "failed")), "errors come with a text"
         if row.usage is not None:
@@ -435,7 +437,7 @@ class SyncEngine:
     def check_drained(self) -> None:
         assert self.policy.is_idle
         assert len(self.policy.running) == len(self.policy.waiting) == 0
-        assert self.policy.num_in_flight == len(self.results) == 0
+        assert self.policy.num_in_flight == len(self.results) == len(self.policy.arrivals) == 0
         assert self.policy.stats.num_running == self.policy.stats.num_waiting == 0
         assert self.pool.num_sequences == 0
         assert self.pool.num_free == tuple(group.num_blocks for group in self.pool.groups)

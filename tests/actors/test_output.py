@@ -127,3 +127,10 @@ def test_closing_forgets() -> None:
 def test_merge_of_one_is_itself() -> None:
     delta = TextDelta("r", "a")
     assert merge([delta]) is delta
+
+
+def test_what_the_first_token_told_of_the_cache_stays() -> None:
+    deltas = [TextDelta("r", prompt_token_ids=(1, 2)), TextDelta("r", "a", (3,), num_cached_tokens=0),
+              TextDelta("r", "b", (4,))]
+    assert merge(deltas).num_cached_tokens == 0
+    assert merge([deltas[0], deltas[2]]).num_cached_tokens is None

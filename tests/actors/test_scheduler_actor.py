@@ -385,16 +385,23 @@ def test_a_lost_block_ends_the_engine() -> None:
     assert "KV group 0" in str(caught.value.exceptions[0])
 
 
-def test_the_pool_checks_itself_when_nobody_holds_a_block() -> None:
-    async def main() -> None:
-        pool = KVPool(BlockPool((Group(4),)))
-        pool.pool.blocks[0].references[3] = 1
-        async with asyncio.TaskGroup() as group:
-            group.create_task(pool.run())
-            await pool.ask(Reserve(0, (), 10, (Want("a", 0, 3),)))
-            await asyncio.sleep(0)          # a holds a block: no check yet
-            await pool.ask(Reserve(1, (Release("a"),), 10, ()))
+@pytest.mark.parametrize("check", [False, True])
+def test_the_pool_is_audited_where_asked_and_never_else(check: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when it is idle either: it takes as long as the pool is large."""
+    num_checks = 0
 
-    with pytest.raises(ExceptionGroup) as caught:
-        asyncio.run(main())
-    assert "references without an owner" in str(caught.value.exceptions[0])
+    def count() -> None:
+        nonlocal num_checks
+        num_checks += 1
+
+    async def main() -> None:
+        pool = KVPool(BlockPool((Group(4),)), check=check)
+        monkeypatch.setattr(pool.pool, "check_integrity", count)
+        running = asyncio.create_task(pool.run())
+        await pool.ask(Reserve(0, (), 10, (Want("a", 0, 3),)))
+        await pool.ask(Reserve(1, (Release("a"),), 10, ()))
+        await asyncio.sleep(0)
+        running.cancel()
+
+    asyncio.run(main())
+    assert num_checks == (2 if check else 0)

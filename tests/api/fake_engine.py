@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from actors.messages import Finish, TextDelta, TokenLogprob, Usage
+from actors.policy.kv_group import Group
 from api.engine import (
     EngineBusy,
     EngineDead,
@@ -35,7 +36,8 @@ INFO = EngineInfo(
     vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, kv_capacity_tokens=8192, kv_bytes=1 << 20, kv_dtype="float32",
     file_bytes=1 << 20, weight_bytes=2 << 20, max_num_seqs=4, max_num_batched_tokens=512, device="cpu",
     device_reason="asked", stop_token_ids=(EOS,), stop_tokens=("<eos>",), has_chat_template=True,
-    default_sampling={"temperature": 0.5}, startup_s=(("weights", 0.1), ("tokenizer", 0.2)))
+    default_sampling={"temperature": 0.5}, startup_s=(("weights", 0.1), ("tokenizer", 0.2)),
+    kv_groups=(Group(512), Group(96, window=64)), num_full_requests=2.75)
 
 
 @dataclass
@@ -93,7 +95,8 @@ class FakeEngine(Recorder):
             self._check_alive()
             text, ids = self._encode(prompt, sampling)
             if "BUSY" in text:
-                raise EngineBusy("7 requests are waiting, at most 7 may", 2.5)
+                raise EngineBusy("7 requests are queued, this would add 1, at most 7 may be", 2.5,
+                                 "max_queued_requests")
             if "REFUSE" in text:
                 await self._hold()
                 raise ParameterError("prompt", "is refused")

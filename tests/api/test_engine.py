@@ -504,7 +504,8 @@ def test_leaving_the_engine_ends_open_requests_and_its_threads() -> None:
     ({"kv_cache_memory": 1 << 60}, "memory that are free"),
     ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
     ({"generation_config": "vllm"}, "generation_config"),
-    ({"kv_dtype": "fp8"}, "kv_dtype must be auto, float32, bf16, int8, got 'fp8'"),
+    ({"kv_dtype": "fp4"}, "kv_dtype must be auto, float32, bf16, fp16, int8, fp8, got 'fp4'"),
+    ({"kv_dtype": "fp8", "device": "cpu"}, "kv_dtype fp8: the host back end has float32, bf16, int8"),
     ({"kv_dtype": "int8", "kv_cache_memory": 15 * BLOCK_BYTES_OF["int8"]}, "256 tokens needs .* which holds 240"),
 ])
 def test_settings_that_cannot_be_served_are_refused(config: dict[str, Any], message: str) -> None:

@@ -90,6 +90,27 @@ def test_choices_equal_each_alone(device: str, model: str, num_prompt: int) -> N
 
 
 @devices
+def test_without_a_prefix_cache_choices_share_their_prompt_with_nobody_else(device: str) -> None:
+    async def main() -> None:
+        prompt, sampling = ids(70), SamplingParams(max_tokens=8, temperature=5.0, seed=7, ignore_eos=True, logprobs=0)
+        async with tiny(device, enable_prefix_caching=False) as engine:
+            async def choices(parent_id: str) -> list[Completion]:
+                return await asyncio.gather(*(engine.complete(
+                    prompt, sampling, choice=choice, parent_id=parent_id, num_children=4) for choice in range(4)))
+
+            alone = [await engine.complete(prompt, sampling, choice=choice) for choice in range(4)]
+            assert {(cached(completion), completion.usage.cache_miss) for completion in alone} == {(0, "off")}
+            for parent_id in ("first", "second"):
+                before = engine.stats().prompt_tokens
+                done = await choices(parent_id)
+                assert [facts(completion) for completion in done] == [facts(completion) for completion in alone]
+                assert 70 <= engine.stats().prompt_tokens - before <= 70 + 3 * 16, "the prompt is computed once"
+            assert cached(await engine.complete(prompt, sampling)) == 0
+
+    run(main)
+
+
+@devices
 @models
 @pytest.mark.parametrize(("overlap", "tier"), [(0, 0), (0, 1 << 20), (1, 1 << 20)])
 def test_evicted_swapped_and_preempted_equal_undisturbed(device: str, model: str, overlap: int, tier: int) -> None:

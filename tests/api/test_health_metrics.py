@@ -63,6 +63,8 @@ def test_metrics(server: Server, engine: FakeEngine) -> None:
     assert server.chat("hi", stream=True, n=2).status == 200
     assert server.complete(prompt="FAIL").status == 500
     assert server.complete(prompt="").status == 400
+    assert server.complete(prompt=["BUSY", "BUSY"], n=2).status == 429
+    assert server.complete(prompt="BUSY", stream=True).status == 429
     with server.post("/v1/completions", {"prompt": "HOLD"}):
         engine.wait_for(lambda: engine.states[-1] == "running")
     server.wait_until_idle()
@@ -70,7 +72,8 @@ def test_metrics(server: Server, engine: FakeEngine) -> None:
     answer = server.request("GET", "/metrics")
     assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     text = answer.body.decode()
-    samples = {(sample.name, sample.labels.get("finished_reason"), sample.labels.get("le")): sample.value
+    samples = {(sample.name, sample.labels.get("finished_reason") or sample.labels.get("reason"),
+                sample.labels.get("le")): sample.value
                for family in text_string_to_metric_families(text) for sample in family.samples}
 
     def value(name: str, reason: str | None = None) -> float:
@@ -79,7 +82,7 @@ def test_metrics(server: Server, engine: FakeEngine) -> None:
     assert value("num_requests_running") == 0
     assert value("num_requests_waiting") == 0
     assert value("kv_cache_usage_perc") == 0.25
-    assert value("prompt_tokens_total") == engine.num_prompt_tokens
+    assert value("prompt_tokens_total") == 3 + 3 + 4, "once for all completions of a prompt, if there is a token"
     assert value("generation_tokens_total") == engine.num_output_tokens
     assert value("num_preemptions_total") == 0
     assert value("request_success_total", "length") == 1
@@ -94,14 +97,17 @@ def test_metrics(server: Server, engine: FakeEngine) -> None:
     assert value("request_prefill_kv_computed_tokens_sum") == 3 + 2 * 3
     assert value("prompt_tokens_cached_total") == 0
     assert value("request_generation_tokens_sum") == 3 + 2 * 6
-    assert value("request_decode_time_seconds_count") == 3
     assert value("request_params_n_count") == 2, "once for all completions of a prompt"
     assert value("request_params_n_sum") == 1 + 2
     assert value("request_max_num_generation_tokens_sum") == 3 + 6
     assert value("request_params_max_tokens_count") == 1, "the chat did not ask for a limit"
     assert value("request_params_max_tokens_sum") == 3
     assert 'troupe:startup_time_seconds{engine="0",model_name="fake",stage="tokenizer"} 0.2' in text
-    assert re.search(r'troupe:cache_config_info\{block_size="16",.*,num_gpu_blocks="512"\} 1.0', text)
+    assert value("admission_rejections_total", "max_num_queued_reqs") == 2
+    assert value("admission_rejections_total", "max_num_queued_tokens") == 0
+    for group, num_blocks, window in ((0, 512, "None"), (1, 96, "64")):
+        assert re.search(rf'troupe:cache_config_info\{{block_size="16",.*kv_group="{group}",.*'
+                         rf'num_gpu_blocks="{num_blocks}",sliding_window="{window}"\}} 1.0', text)
     assert ("troupe:time_to_first_token_seconds_bucket", None, "2560.0") in samples
     assert all('engine="0"' in line and 'model_name="fake"' in line for line in text.splitlines()
                if line.startswith("troupe:"))

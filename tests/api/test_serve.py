@@ -261,7 +261,7 @@ def test_logs() -> None:
     assert "weights: 2.0 MiB in memory, 1.0 MiB in the file" in messages
     assert any(message.startswith("a step computes at most 512 tokens: ") for message in messages)
     assert "stop tokens: 256 '<eos>'" in messages
-    assert "KV cache: 8192 tokens in 1 MiB of float32, enough for 2.0 sequences of the full 4096 tokens" in messages
+    assert "KV cache: 8192 tokens in 1 MiB of float32, enough for 2.8 sequences of the full 4096 tokens" in messages
     assert any("POST /v1/completions" in message for message in messages), "requests are logged at debug"
     assert not any("confidential" in message for message in messages)
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from cuda.host.ops import HostOps
 from cuda.kv_cache import blocks_for, kv_groups
 from cuda.model import Transformer
-from cuda.ops import BLOCK_SIZE, KV_DTYPES, Batch, KVDtype, KVGroupSpec, Ops
+from cuda.ops import BLOCK_SIZE, Batch, KVDtype, KVGroupSpec, Ops
 from cuda.reference import ReferenceOps
 from cuda.runner import Runner
 from cuda.sampler import SlotSampling
@@ -50,7 +50,7 @@ KV_TOLERANCES: dict[KVDtype, float] = {"bf16": 0.01, "int8": 0.025}      # likew
 GAP = 1e-3                                  # greedy tokens must be equal where the two best logits are further apart
 
 backends = pytest.mark.parametrize("backend", BACKENDS)
-kv_dtypes = pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+kv_dtypes = pytest.mark.parametrize("kv_dtype", HostOps.kv_dtypes)
 
 
 @cache
@@ -223,8 +223,8 @@ def test_greedy_tokens_of_the_runner(name: str, backend: str) -> None:
                         max_num_batched_tokens=32, max_model_len=64)
         for slot, block_ids in enumerate(([9, 2, 30], [1, 7, 8])):
             runner.start(slot, prompt, len(prompt), GREEDY, [block_ids] * len(runner.groups), True, None)
-        outputs = [runner.step(runner.rows(chunks, [])) for chunks in ([(0, 0, 17), (1, 0, 5)], [(0, 17, 24), (1, 5, 24)])]
-        outputs += [runner.step(runner.rows([], [1] if step == 3 else [])) for step in range(len(greedy) - 1)]
+        outputs = [runner.launch(runner.rows(chunks, []))() for chunks in ([(0, 0, 17), (1, 0, 5)], [(0, 17, 24), (1, 5, 24)])]
+        outputs += [runner.launch(runner.rows([], [1] if step == 3 else []))() for step in range(len(greedy) - 1)]
     finally:
         ops.close()
     for slot in (0, 1):

@@ -9,7 +9,8 @@ import pytest
 from numpy.typing import NDArray
 
 from cuda.host.register_tile import MAX_ROWS
-from cuda.ops import BLOCK_SIZE, KV_DTYPES, KVDtype
+from cuda.host.ops import HostOps
+from cuda.ops import BLOCK_SIZE, KVDtype
 from cuda.reference import ReferenceOps
 from tests.cuda.host_support import (
     Floats,
@@ -68,7 +69,7 @@ def assert_all_same_bits(results: Sequence[Floats], expected: Sequence[Floats]) 
         assert_same_bits(result, wanted)
 
 
-dtypes = pytest.mark.parametrize("dtype", KV_DTYPES)
+dtypes = pytest.mark.parametrize("dtype", HostOps.kv_dtypes)
 GEOMETRIES = [(1, 1, 16), (4, 2, 16), (3, 1, 24), (6, 2, 32), (9, 3, 64), (2, 1, 256), (MAX_ROWS + 1, 1, 16),
               (2 * MAX_ROWS + 4, 2, 8), (5, 1, 40)]
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from cuda.host.kv_cache import HostKVCache
 from cuda.host.ops import HostOps
-from cuda.ops import BLOCK_SIZE, KV_DTYPES, KVDtype, Ops
+from cuda.ops import BLOCK_SIZE, KVDtype, Ops
 from cuda.reference import ReferenceOps, to_bf16, to_int8
 from tests.cuda.host_support import (
     Floats,
@@ -25,7 +25,7 @@ from tests.cuda.host_support import (
 )
 
 GUARD = 0x80                                    # as a byte of int8 -128, which is no code; else next to nothing
-dtypes = pytest.mark.parametrize("dtype", KV_DTYPES)
+dtypes = pytest.mark.parametrize("dtype", HostOps.kv_dtypes)
 geometries = pytest.mark.parametrize(("kv_heads", "head_dim"), [(1, 16), (3, 24), (3, 64), (2, 256), (2, 8)])
 
 

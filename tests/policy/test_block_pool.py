@@ -53,6 +53,27 @@ def test_a_newcomer_waits_until_all_its_tokens_fit() -> None:
     assert reserve(pool, ("b", 0, 48), budget=10).grants == (Grant("b", 0, 10, ((1,),), cache_miss="off"),)
 
 
+@pytest.mark.parametrize(("num_tokens", "num_slots", "num_yielding"), [
+    (32, 1, 0),                             # it enters
+    (33, 1, 1), (64, 1, 1), (65, 1, 2), (96, 1, 2), (97, 1, 0),
+    (16, 0, 1), (64, 0, 1), (65, 0, 2), (97, 0, 0)])
+def test_how_many_must_yield_to_a_newcomer(num_tokens: int, num_slots: int, num_yielding: int) -> None:
+    """Ten blocks, of which the stayer holds four, and the two that would yield two each."""
+    pool = BlockPool((Group(10), Group(11)))
+    reserve(pool, ("stayer", 0, 64), ("a", 0, 32), ("b", 0, 20))
+    reserved = pool.reserve(Reserve(1, (), 1000, (Want("new", 0, num_tokens),), num_slots=num_slots,
+                                    yielding=("b", "a")))
+    assert reserved.num_yielding == num_yielding
+    assert bool(reserved.grants) == (num_tokens == 32)
+
+
+def test_nobody_is_counted_who_is_not_asked_for() -> None:
+    pool = BlockPool((Group(2),))
+    reserve(pool, ("a", 0, 32))
+    assert pool.reserve(Reserve(1, (), 1000, (Want("new", 0, 5),))).num_yielding == 0
+    assert pool.reserve(Reserve(1, (), 1000, (Want("a", 32, 33),), yielding=("a",))).num_yielding == 0
+
+
 def test_no_newcomer_overtakes_one_that_starves() -> None:
     pool = BlockPool((Group(4),))
     reserved = reserve(pool, ("big", 0, 65), ("small", 0, 1))

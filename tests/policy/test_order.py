@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from actors.messages import NewSequence, StepPlan
-from actors.policy.admission import QueueLimits
 from actors.policy.kv_group import Group
 from actors.policy.order import AGEING_S, MAX_OVERTAKEN_S
 from actors.policy.scheduler import SchedulerConfig
@@ -60,6 +59,85 @@ def test_who_matters_more_takes_the_blocks_of_those_who_matter_less() -> None:
     assert starts(plans)[0] == "important"
     assert engine.policy.stats.num_preemptions == 2
     check_all(engine, a, b, important)
+
+
+def test_nobody_yields_where_that_is_not_enough() -> None:
+    """What an equal holds lets a long prompt not in, whatever the least important gives up."""
+    engine = SyncEngine((Group(8),), scheduling_policy="priority")
+    equal, low = request("equal", 60, 20, priority=0), request("low", 40, 8, priority=5)
+    engine.add(equal, low)
+    engine.step()
+    long = request("long", 100, 4, priority=0)
+    engine.add(long)
+    plans = engine.drain()
+    assert starts(plans) == ["long"]
+    assert engine.policy.stats.num_preemptions == 0
+    check_all(engine, equal, low, long)
+
+
+def test_a_slot_alone_is_not_enough_either() -> None:
+    engine = SyncEngine((Group(8),), max_num_seqs=2, scheduling_policy="priority")
+    equal, low = request("equal", 60, 20, priority=0), request("low", 40, 8, priority=5)
+    engine.add(equal, low)
+    engine.step()
+    long = request("long", 100, 4, priority=0)
+    engine.add(long)
+    assert starts(engine.drain()) == ["long"]
+    assert engine.policy.stats.num_preemptions == 0
+
+
+def test_no_more_yield_than_must() -> None:
+    engine = SyncEngine((Group(8),), max_num_batched_tokens=200, scheduling_policy="priority")
+    lows = [request(f"low{i}", 30, 2, priority=5) for i in range(4)]
+    engine.add(*lows)
+    engine.step()
+    important = request("important", 40, 4, priority=0)
+    engine.add(important)
+    plan, *_ = engine.step()
+    assert starts([plan]) == ["important"], "at once"
+    assert engine.policy.stats.num_preemptions == 2
+    engine.drain()
+    check_all(engine, *lows, important)
+
+
+def test_blocks_that_others_share_are_not_counted_as_given_up() -> None:
+    """Three share six of nine blocks: the least important gives up one, its own."""
+    engine = SyncEngine((Group(9),), max_num_seqs=4, max_num_batched_tokens=128, max_model_len=200,
+                        scheduling_policy="priority")
+    equal = request("equal", 97, 12, priority=0)
+    lows = [request(f"low{i}", 97, 12, priority=5, prompt=equal.token_ids[:96]) for i in range(2)]
+    engine.add(equal, *lows)
+    engine.step()
+    assert engine.pool.num_free == (0,)
+    fits, does_not = request("fits", 30, 2, priority=0), request("does not", 40, 2, priority=0)
+    engine.add(does_not)
+    engine.step()
+    assert engine.policy.stats.num_preemptions == 0
+    engine.abort("does not")
+    engine.add(fits)
+    (plan,) = engine.step()
+    assert starts([plan]) == ["fits"]
+    assert engine.policy.stats.num_preemptions == 2
+    engine.drain()
+    check_all(engine, equal, *lows, fits)
+
+
+@pytest.mark.parametrize("num_steps", range(5, 15))
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_who_yields_may_leave_what_the_other_begins_with(num_steps: int, overlap: int) -> None:
+    """What is copied for the newcomer may go to the block that the other took in the very step in which it yields."""
+    engine = SyncEngine((Group(4),), max_num_seqs=1, poison=True, scheduling_policy="priority", overlap=overlap)
+    low = request("low", 40, 20, priority=5)
+    engine.add(low)
+    for _ in range(num_steps):
+        engine.step()
+    important = request("important", 60, 4, priority=0, prompt=low.token_ids[:38])
+    engine.add(important)
+    assert starts(engine.drain()) == ["important", "low"]
+    usage = engine.answers["important"].usage
+    assert usage is not None
+    assert usage.num_cached_tokens >= 32
+    check_all(engine, low, important)
 
 
 def test_nobody_yields_to_an_equal_or_to_less() -> None:
@@ -145,6 +223,33 @@ def test_a_tenant_who_floods_gets_no_more_than_another() -> None:
     engine.drain()
 
 
+def test_users_share_what_their_tenant_gets() -> None:
+    """One tenant with a user who floods and a modest one, another with one user: half to each tenant, a quarter to each
+    of the first one's users. Many names bring nothing."""
+    engine = SyncEngine((Group(200),), max_num_seqs=4, scheduling_policy="fair")
+    engine.add(*(request(f"flood {i}", 20, 20, tenant="a", user="flood") for i in range(200)),
+               *(request(f"modest {i}", 20, 20, tenant="a", user="modest") for i in range(100)),
+               *(request(f"other {i}", 20, 20, tenant="b", user=f"name {i}") for i in range(200)))
+    for _ in range(400):
+        engine.step()
+    flood, modest, other = (tokens_of(engine, name) for name in ("flood", "modest", "other"))
+    assert 0.8 < modest / flood < 1.25
+    assert 0.8 < other / (flood + modest) < 1.25
+    for request_id in [*engine.policy.running, *engine.policy.waiting]:
+        engine.abort(request_id)
+    engine.drain()
+
+
+def test_a_user_who_was_away_has_not_saved_up() -> None:
+    engine = SyncEngine((Group(200),), max_num_seqs=1, scheduling_policy="fair")
+    engine.add(*(request(f"a {i}", 10, 10, tenant="t", user="a") for i in range(40)))
+    for _ in range(200):
+        engine.step()
+    engine.add(*(request(f"b {i}", 10, 10, tenant="t", user="b") for i in range(20)))
+    order = starts(engine.drain())[:12]
+    assert 5 <= sum(name.startswith("a") for name in order) <= 7
+
+
 def test_who_was_away_has_not_saved_up() -> None:
     """While one worked, the other rested: then they share alike, and the first is not shut out."""
     engine = SyncEngine((Group(200),), max_num_seqs=1, scheduling_policy="fair")
@@ -168,7 +273,7 @@ def test_short_requests_count_for_what_they_take() -> None:
 def test_tenants_that_are_gone_are_forgotten() -> None:
     engine = SyncEngine(scheduling_policy="fair")
     for i in range(100):
-        engine.add(request(f"r{i}", 5, tenant=f"t{i}"))
+        engine.add(request(f"r{i}", 5, tenant=f"t{i % 50}", user=f"u{i}"))
         engine.drain()
     assert vars(engine.policy.order)["_got"] == {}
 
@@ -249,55 +354,7 @@ def test_step_times_of_one_size_say_nothing_about_rows() -> None:
     assert step_time.decode_s(8) == pytest.approx(0.10, rel=1e-3)
 
 
-# The queue's limits
-
-def test_requests_beyond_the_queue_are_refused_at_once_with_a_time_to_come_back() -> None:
-    engine = SyncEngine(max_num_seqs=2, queue=QueueLimits(max_queued_requests=3))
-    sequences = [request(f"r{i}", 10, 5) for i in range(8)]
-    engine.add(*sequences)
-    refused = [engine.answers[f"r{i}"].finish for i in range(8)]
-    assert refused == [None] * 5 + ["rejected"] * 3
-    answer = engine.answers["r7"]
-    assert answer.retry_after_s == 1.0
-    assert answer.error == "5 requests are waiting, at most 3 may"
-    engine.drain()
-    check_all(engine, *sequences[:5])
-    again = request("again", 10, 5)
-    engine.add(again)
-    engine.drain()
-    check_all(engine, again)
-
-
-def test_tokens_beyond_the_queue_are_refused_but_one_prompt_may_always_wait() -> None:
-    engine = SyncEngine(queue=QueueLimits(max_queued_tokens=100))
-    long = request("long", 300, 5)
-    engine.add(long)
-    engine.add(request("short", 10))
-    assert engine.answers["long"].finish is None
-    assert engine.answers["short"].finish == "rejected"
-    assert engine.answers["short"].error == ("300 tokens are waiting, at most 100 may, the prompt has 10")
-    engine.drain()
-    check_all(engine, long)
-
-
-def test_the_time_to_come_back_is_what_the_queue_takes() -> None:
-    engine = SyncEngine((Group(300),), max_num_seqs=1, queue=QueueLimits(max_queued_requests=1))
-    engine.add(request("first", 63, 2))     # two steps of half a second: 65 tokens in one second
-    engine.drain()
-    engine.add(request("running", 64, 50))
-    engine.step()
-    engine.add(request("waiting", 650, 2), request("refused", 5))
-    assert engine.answers["refused"].retry_after_s == pytest.approx(8, abs=3)
-
-
-def test_without_a_queue_those_with_a_slot_are_served() -> None:
-    engine = SyncEngine(max_num_seqs=3, queue=QueueLimits(max_queued_requests=0))
-    sequences = [request(f"r{i}", 10) for i in range(4)]
-    engine.add(*sequences)
-    assert engine.answers["r3"].finish == "rejected"
-    engine.drain()
-    check_all(engine, *sequences[:3])
-
+# Settings, and all policies
 
 @pytest.mark.parametrize(("settings", "message"), [
     ({"scheduling_policy": "shortest"}, "scheduling_policy must be one of fcfs, priority, lpm, fair, deadline"),
@@ -309,12 +366,6 @@ def test_without_a_queue_those_with_a_slot_are_served() -> None:
 def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SchedulerConfig(4, 64, 100, (Group(8),), **settings)
-
-
-@pytest.mark.parametrize("field", ["max_queued_requests", "max_queued_tokens"])
-def test_limits_are_checked(field: str) -> None:
-    with pytest.raises(ValueError, match=f"{field} must be at least 0, got -1"):
-        QueueLimits(**{field: -1})
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "lpm", "fair", "deadline"])
@@ -331,5 +382,3 @@ def test_under_every_policy_all_get_to_their_end_in_a_cache_of_one(policy: str, 
             engine.step()
     engine.drain()
     check_all(engine, *sequences)
-
-

@@ -50,6 +50,8 @@ POLICY_SETTINGS: tuple[dict[str, Any], ...] = (
 OTHER_ROOT = b"another tenant's"
 Like: TypeAlias = Literal["fresh", "equal", "beginning", "next turn", "other root", "not cached"]
 LIKES: tuple[Like, ...] = get_args(Like)
+Family: TypeAlias = Literal["strangers", "children", "one missing"]
+FAMILIES: tuple[Family, ...] = get_args(Family)
 
 
 class World:
@@ -66,8 +68,10 @@ class World:
         self.has_row_faults = False
 
     def arrive(self, like: Like, which: int, num_choices: int, num_prompt: int, max_tokens: int, stops_early: bool,
-               min_tokens: int, prompt_logprobs: bool, logprobs: bool) -> None:
+               min_tokens: int, prompt_logprobs: bool, logprobs: bool, family: Family) -> None:
         """Choices of one prompt: a new one, or one that has to do with an earlier one."""
+        num_children = 1 if family == "strangers" else num_choices + (family == "one missing")
+        parent_id = f"of r{len(self.sequences)}"
         prompt: tuple[int, ...] = ()
         root = ROOT
         if self.sequences and like != "fresh":
@@ -86,7 +90,8 @@ class World:
                 f"r{len(self.sequences)}", num_prompt, max_tokens, min_tokens=min(min_tokens, max_tokens),
                 stop_ids=tuple(range(0, VOCAB_SIZE, 10)) if stops_early else (),
                 prompt_logprobs=1 if prompt_logprobs or max_tokens == 0 else None, logprobs=2 if logprobs else None,
-                prompt=prompt, root=root, priority=which % 3, tenant=f"t{which % 4}", arrival_s=self.engine.now_s)
+                prompt=prompt, root=root, priority=which % 3, tenant=f"t{which % 2}", user=f"u{which % 3}",
+                arrival_s=self.engine.now_s, parent_id=parent_id, num_children=num_children)
             prompt = sequence.token_ids
             self.sequences[sequence.request_id] = sequence
             self._learn_hashes(sequence)
@@ -114,9 +119,13 @@ class World:
         policy = self.engine.policy
         ids = [*policy.running, *policy.waiting, *self.sequences]       # also of those that are gone
         request_id = ids[which % len(ids)]
-        if reason == "stop" and (request_id in policy.running or request_id in policy.waiting):
+        if reason == "stop" and (request_id in policy.running or request_id in policy.waiting
+                                 or self.is_arriving(request_id)):
             self.stopped.add(request_id)
         self.engine.abort(request_id, reason)
+
+    def is_arriving(self, request_id: str) -> bool:
+        return any(request_id in children for children in self.engine.policy.arrivals._children.values())
 
     def check(self) -> None:
         policy = self.engine.policy
@@ -167,6 +176,9 @@ class World:
 
     def finish(self) -> Counter[str]:
         """Returns what has happened."""
+        for request_id in self.sequences:
+            if self.is_arriving(request_id):                    # the last of its family never came
+                self.engine.abort(request_id)
         self.engine.drain()
         self.check()
         for request_id, sequence in self.sequences.items():
@@ -209,12 +221,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(like=st.sampled_from(LIKES), which=st.integers(0, 20), num_choices=st.integers(1, 3),
           num_prompt=st.one_of(st.integers(1, 60), st.sampled_from(LENGTHS)), max_tokens=st.integers(0, 50),
           stops_early=st.booleans(), min_tokens=st.integers(0, 3), prompt_logprobs=st.booleans(),
-          logprobs=st.booleans())
+          logprobs=st.booleans(), family=st.sampled_from(FAMILIES))
     def arrive(self, like: Like, which: int, num_choices: int, num_prompt: int, max_tokens: int, stops_early: bool,
-               min_tokens: int, prompt_logprobs: bool, logprobs: bool) -> None:
+               min_tokens: int, prompt_logprobs: bool, logprobs: bool, family: Family) -> None:
         assert self.world is not None
         self.world.arrive(like, which, num_choices, num_prompt, max_tokens, stops_early, min_tokens, prompt_logprobs,
-                          logprobs)
+                          logprobs, family)
 
     @precondition(has_work)
     @rule(fault=st.sampled_from(["none", "none", "none", "step", "row"]), which=st.integers(0, 4))
@@ -269,7 +281,7 @@ def soak(seed: int, num_events: int) -> Counter[str]:
             num_prompt = choose.choice((choose.randint(1, 60), choose.choice(LENGTHS)))
             world.arrive(choose.choice(LIKES), choose.randrange(100), choose.choice((1, 1, 1, 2, 4)),
                          num_prompt, choose.randint(0, 50), choose.random() < 0.3, choose.randint(0, 3),
-                         choose.random() < 0.1, choose.random() < 0.3)
+                         choose.random() < 0.1, choose.random() < 0.3, choose.choice(FAMILIES))
         elif event < 0.12 and world.sequences:
             world.abort(choose.randrange(100), "aborted" if choose.random() < 0.7 else "stop")
         elif event < 0.55 and world.engine.policy.has_work():

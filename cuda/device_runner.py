@@ -1,0 +1,235 @@
+"""The step where tokens stay on the device: what a plan changes goes up, launches are queued, results come down later.
+
+A step can be launched before the results of the one before it are read: the tokens that were sampled lie in a table on
+the device, where the next step finds them. Decode steps of up to `GRAPH_ROWS` rows are padded to a bucket and replayed
+as two graphs, the forward pass and the sampling, from the third step of a kind on.
+"""
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuda.kernels import decode_attention, prefill_attention
+from cuda.kernels.ops import LOGITS_ROWS, DeviceBatch, KernelOps
+from cuda.kernels.slot_sampling import DeviceSampling
+from cuda.kernels.step_rows import step_rows, update_tables
+from cuda.launcher import DeviceArray, Graph
+from cuda.ops import BLOCK_SIZE, Array, Ints, KVDtype
+from cuda.runner import NO_OUTPUT, BaseRunner, StepOutput
+from cuda.sampler import Sampled, Sampler, SlotSampling, TopLogprobs
+from cuda.slots import StepRows
+from weights.load import ModelWeights
+from weights.spec import ModelSpec
+
+GRAPH_ROWS = 32
+BUCKETS = (1, 2, 4, 8, 16, 24, 32)
+EAGER_FIRST = 1                             # steps of a kind before it is captured: they load what it needs
+ALIGNMENT = 64                              # int32 numbers between the starts of two inputs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Inputs:
+    """What a step reads from the device, all of it int32 and uploaded at once. -1: no row."""
+    row_slots: DeviceArray                  # [T]
+    positions: DeviceArray                  # [T]
+    rows: DeviceArray                       # [R] whose logits are wanted
+    slots: DeviceArray                      # [R]
+    sample_positions: DeviceArray           # [R] where the token goes
+    decode_work: tuple[DeviceArray, ...]    # one [W, 8] a KV group
+    prefill_work: tuple[DeviceArray, ...]   # one [W, 4] a KV group
+
+
+@dataclass(slots=True, eq=False)
+class _Kind:
+    """Steps that one pair of graphs serves."""
+    num_steps: int = 0
+    forward: Graph | None = None
+    sampling: Graph | None = None
+
+
+class DeviceRunner(BaseRunner):
+    """See `BaseRunner`. Used by the device thread; what `launch` returns may be called on another."""
+
+    def __init__(self, spec: ModelSpec, weights: ModelWeights, ops: KernelOps, num_blocks: Sequence[int],
+                 max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int,
+                 num_tier_blocks: Sequence[int] | None = None, kv_dtype: KVDtype = "bf16",
+                 graphs: bool = True) -> None:
+        super().__init__(spec, weights, ops, num_blocks, max_num_seqs, max_num_batched_tokens, max_model_len,
+                         num_tier_blocks, kv_dtype)
+        self.kernels, self.launcher, self.graphs = ops, ops.launcher, graphs
+        self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
+        num_groups, width = len(self.groups), self.slots.block_tables[0].shape[1]
+        self.tokens = self.launcher.zeros((max_num_seqs, max_model_len + 1), np.int32)
+        self.block_tables = self.launcher.zeros((num_groups, max_num_seqs, width), np.int32)
+        self._table_views = tuple(self.block_tables[group] for group in range(num_groups))
+        self._token_ids = self.launcher.empty(self.max_num_tokens, np.int32)
+        self._slot_mapping = self.launcher.empty(num_groups * self.max_num_tokens, np.int32)
+        self._changes: dict[tuple[int, int], int] = {}      # (group * slots + slot, column) -> block id
+        self._inputs = self.launcher.empty(0, np.int32)
+        self._kinds: dict[tuple[int, ...], _Kind] = {}
+        self.sampling = DeviceSampling(self.launcher, max_num_seqs, spec.vocab_size)
+        self._prompt_sampler = Sampler(max_num_seqs, spec.vocab_size)
+
+    def start(self, slot: int, token_ids: Sequence[int], num_prompt_tokens: int, sampling: SlotSampling,
+              block_ids: Sequence[Sequence[int]], wants_token: bool, prompt_logprobs: int | None) -> None:
+        super().start(slot, token_ids, num_prompt_tokens, sampling, block_ids, wants_token, prompt_logprobs)
+        self.launcher.write(self.tokens[slot, :len(token_ids)], np.array(token_ids, np.int32))
+        self.sampling.start(slot, sampling, token_ids, num_prompt_tokens)
+
+    def end(self, slot: int) -> None:
+        super().end(slot)
+        self.sampling.end(slot)
+
+    def append_blocks(self, slot: int, group: int, block_ids: Sequence[int]) -> None:
+        first = self.slots.append_blocks(slot, group, block_ids)
+        row = group * self.max_num_seqs + slot
+        self._changes.update(((row, first + i), block_id) for i, block_id in enumerate(block_ids))
+
+    def launch(self, rows: StepRows | None) -> Callable[[], StepOutput]:
+        self._flush()
+        if rows is None:
+            return lambda: NO_OUTPUT
+        begin_s = time.perf_counter()
+        num_rows = len(rows.positions)
+        is_decode = (num_rows <= GRAPH_ROWS and num_rows == len(rows.slots) == len(rows.sample_rows)
+                     and not len(rows.prompt_rows) and self.graphs and self.on_logits is None)
+        logprobs, top_logprobs = self._launch_decode(rows) if is_decode else self._launch_eagerly(rows)
+        read = self.sampling.results(rows.sample_slots)
+        self.forward_s += time.perf_counter() - begin_s
+        prompt_positions = rows.positions[rows.prompt_rows] + 1
+
+        def finish() -> StepOutput:
+            waits_s = time.perf_counter()
+            sampled: Sampled = read()
+            self.forward_s += time.perf_counter() - waits_s
+            return StepOutput(rows.sample_slots, rows.sample_positions, sampled, rows.prompt_slots, prompt_positions,
+                              logprobs, tuple(top_logprobs))
+
+        return finish
+
+    # ---- What goes up
+
+    def _flush(self) -> None:
+        """The plan's changes of tables and sampling."""
+        if self._changes:
+            width = self.block_tables.shape[2]
+            changes = np.array([(row, column, block_id) for (row, column), block_id in self._changes.items()], np.int32)
+            self._changes.clear()
+            update_tables(self.launcher, self.block_tables.reshape(-1, width), self.launcher.upload(changes))
+        self.sampling.flush()
+
+    def _work(self, rows: StepRows) -> tuple[list[Ints], list[Ints]]:
+        """Work lists of attention, one a KV group."""
+        first_rows, lengths = rows.query_start_loc[:-1], np.diff(rows.query_start_loc)
+        starts = rows.seq_lens - lengths
+        tiles = np.zeros(len(lengths), np.bool_) if self.kernels.deterministic \
+            else lengths > decode_attention.MAX_ROWS
+        decode, prefill = [], []
+        for group in self.groups:
+            runs = [np.stack([first_rows, lengths, starts, rows.slots], axis=1)[which].astype(np.int32)
+                    for which in (~tiles, tiles)]
+            decode.append(decode_attention.plan(runs[0], self.spec.num_heads // group.kv_heads, group.window))
+            prefill.append(prefill_attention.plan(runs[1], self.spec.num_heads // group.kv_heads))
+        return decode, prefill
+
+    def _upload(self, row_slots: Ints, positions: Ints, sample_rows: Ints, sample_slots: Ints, sample_positions: Ints,
+                decode_work: Sequence[Ints], prefill_work: Sequence[Ints]) -> _Inputs:
+        parts = [row_slots, positions, sample_rows, sample_slots, sample_positions, *decode_work, *prefill_work]
+        starts = np.cumsum([0, *(-(-part.size // ALIGNMENT) * ALIGNMENT for part in parts)])
+        if self._inputs.shape[0] < starts[-1]:
+            self._inputs = self.launcher.empty(int(starts[-1]) * 2, np.int32)      # graphs keep what they read from
+            self._kinds.clear()
+        packed = np.zeros(starts[-1], np.int32)
+        views = []
+        for start, part in zip(starts, parts, strict=False):
+            packed[start:start + part.size] = part.reshape(-1)
+            views.append(self._inputs[start:start + part.size].reshape(part.shape))
+        self.launcher.write(self._inputs[:len(packed)], packed)
+        groups = len(self.groups)
+        first, second, third, fourth, fifth, *work = views
+        return _Inputs(first, second, third, fourth, fifth, tuple(work[:groups]), tuple(work[groups:]))
+
+    # ---- The launches
+
+    def _forward(self, inputs: _Inputs) -> DeviceArray:
+        """The hidden state of `inputs.rows`."""
+        num_tokens = inputs.positions.shape[0]
+        token_ids = self._token_ids[:num_tokens]
+        slot_mapping = self._slot_mapping[:len(self.groups) * num_tokens].reshape(len(self.groups), num_tokens)
+        step_rows(self.launcher, token_ids, slot_mapping, self.tokens, inputs.row_slots, inputs.positions,
+                  self.block_tables)
+        batch: Any = DeviceBatch(token_ids, inputs.positions, self._table_views,
+                            tuple(slot_mapping[group] for group in range(len(self.groups))),
+                            inputs.decode_work, inputs.prefill_work)
+        self.ops.begin(batch)
+        return self.model.forward(batch, self.caches, inputs.rows)
+
+    def _sample(self, logits: DeviceArray, inputs: _Inputs, part: slice) -> None:
+        self.sampling.sample(self.tokens, logits, inputs.slots[part], inputs.sample_positions[part], part.start)
+
+    def _launch_eagerly(self, rows: StepRows) -> tuple[NDArray[np.float32], list[TopLogprobs]]:
+        """Any step. Prompt logprobs are computed on the host, and waited for: few ask for them."""
+        num_samples = len(rows.sample_rows)
+        inputs = self._upload(rows.row_slots, rows.positions, np.concatenate([rows.sample_rows, rows.prompt_rows]),
+                              rows.sample_slots, rows.sample_positions, *self._work(rows))
+        hidden = self._forward(inputs)
+        for start in range(0, num_samples, LOGITS_ROWS):
+            part = slice(start, min(start + LOGITS_ROWS, num_samples))
+            logits = self.model.logits(hidden[part])
+            if self.on_logits is not None:
+                self.on_logits(logits, rows.sample_slots[part])
+            self._sample(logits, inputs, part)
+        return self._prompt_logprobs(hidden[num_samples:], rows)
+
+    def _prompt_logprobs(self, hidden: Array, rows: StepRows) -> tuple[NDArray[np.float32], list[TopLogprobs]]:
+        logprobs, tops = [np.zeros(0, np.float32)], []
+        for start in range(0, len(rows.prompt_rows), LOGITS_ROWS):
+            part = slice(start, min(start + LOGITS_ROWS, len(rows.prompt_rows)))
+            logits = self.launcher.download(self.model.logits(hidden[part]))
+            slots = rows.prompt_slots[part]
+            known = {slot: self.launcher.download(self.tokens[slot]) for slot in set(slots.tolist())}
+            positions = rows.positions[rows.prompt_rows[part]] + 1
+            targets = np.array([known[slot][position] for slot, position in
+                                zip(slots.tolist(), positions.tolist(), strict=True)], np.int32)
+            wanted = [self.slots.prompt_logprobs[int(slot)] for slot in slots]
+            values, best = self._prompt_sampler.prompt_logprobs(logits, targets, max(wanted))
+            logprobs.append(values)
+            tops += [top[:count] for top, count in zip(best, wanted, strict=True)]
+        return np.concatenate(logprobs), tops
+
+    def _launch_decode(self, rows: StepRows) -> tuple[NDArray[np.float32], list[TopLogprobs]]:
+        """One row a sequence, each with a token to sample, padded to a bucket; no prompt logprobs."""
+        num_rows = len(rows.positions)
+        bucket = next(bucket for bucket in BUCKETS if bucket >= num_rows)
+
+        def padded(column: Ints) -> Ints:
+            return np.concatenate([column, np.full(bucket - num_rows, -1, np.int32)])
+
+        decode_work, prefill_work = self._work(rows)
+        sizes = tuple(1 << max(len(work) - 1, 0).bit_length() for work in decode_work)
+        decode_work = [np.concatenate([work, np.zeros((size - len(work), 8), np.int32)])
+                       for size, work in zip(sizes, decode_work, strict=True)]
+        row_numbers = np.arange(num_rows, dtype=np.int32)
+        inputs = self._upload(padded(rows.row_slots), padded(rows.positions), padded(row_numbers),
+                              padded(rows.sample_slots), padded(rows.sample_positions), decode_work, prefill_work)
+        kind = self._kinds.setdefault((bucket, *sizes), _Kind())
+        kind.num_steps += 1
+        part = slice(0, bucket)
+        if kind.forward is None or kind.sampling is None:
+            if kind.num_steps <= EAGER_FIRST:
+                self._sample(self.model.logits(self._forward(inputs)), inputs, part)
+                return np.zeros(0, np.float32), []
+            self.launcher.begin_capture()
+            logits = self.model.logits(self._forward(inputs))
+            kind.forward = self.launcher.end_capture()
+            self.launcher.begin_capture()
+            self._sample(logits, inputs, part)
+            kind.sampling = self.launcher.end_capture()
+        kind.forward.launch()
+        kind.sampling.launch()
+        return np.zeros(0, np.float32), []

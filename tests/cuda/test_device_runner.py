@@ -1,0 +1,227 @@
+"""Whole tiny models by the CUDA kernels, through the emulator: the reference's greedy tokens, and the same bits whatever
+the batch, the chunks, the bucket and the order of threads.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cuda.device_runner import DeviceRunner
+from cuda.kernels.ops import KernelOps
+from cuda.kernels.types import BF16, FP16
+from cuda.kv_cache import kv_groups
+from cuda.ops import KVDtype
+from cuda.reference import ReferenceOps
+from cuda.runner import BaseRunner, Runner, StepOutput
+from cuda.sampler import SlotSampling
+from tests.cuda.test_golden_models import GREEDY, tiny_model
+from tests.cuda_emulator.build import unavailable
+from tests.cuda_emulator.launcher import EmulatorLauncher
+
+pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+
+NUM_BLOCKS = 24
+SAMPLED = dataclasses.replace(GREEDY, temperature=1.0, seed=11, logprobs=3)
+
+Bits = tuple[int, float]
+
+
+def runner(model: str, dtype: np.dtype[Any] = BF16, kv_dtype: KVDtype | None = None, graphs: bool = True,
+           deterministic: bool = True, **launcher: Any) -> DeviceRunner:
+    spec, weights = tiny_model(model)
+    ops = KernelOps(EmulatorLauncher(**launcher), dtype, deterministic)
+    return DeviceRunner(spec, weights, ops, [NUM_BLOCKS] * len(kv_groups(spec)), max_num_seqs=4,
+                        max_num_batched_tokens=32, max_model_len=96, kv_dtype=kv_dtype or ops.kv_dtypes[0],
+                        graphs=graphs)
+
+
+def reference(model: str, kv_dtype: KVDtype = "float32") -> Runner:
+    spec, weights = tiny_model(model)
+    return Runner(spec, weights, ReferenceOps(), [NUM_BLOCKS] * len(kv_groups(spec)), max_num_seqs=4,
+                  max_num_batched_tokens=32, max_model_len=96, kv_dtype=kv_dtype)
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    drawn: list[int] = np.random.default_rng(seed).integers(3, 320, length).tolist()
+    return drawn
+
+
+def start(running: BaseRunner, slot: int, tokens: Sequence[int], sampling: SlotSampling = GREEDY,
+          num_prompt: int | None = None, prompt_logprobs: int | None = None) -> None:
+    blocks = list(range(slot * 6, slot * 6 + 6))[::-1]
+    running.start(slot, tokens, num_prompt or len(tokens), sampling, [blocks] * len(running.groups), True,
+                  prompt_logprobs)
+
+
+def step(running: BaseRunner, chunks: Sequence[tuple[int, int, int]], resting: Sequence[int] = ()) -> StepOutput:
+    return running.launch(running.rows(chunks, resting))()
+
+
+def tokens_of(outputs: Sequence[StepOutput], slot: int) -> list[Bits]:
+    """Token and logprob, in order."""
+    return [(int(token), float(logprob)) for output in outputs
+            for token, logprob, at in zip(output.sampled.token_ids, output.sampled.logprobs, output.slots, strict=True)
+            if at == slot]
+
+
+MODELS = ("llama", "llama-tied-rope3", "llama-yarn", "mistral-window", "qwen2", "qwen3", "gemma3")
+# Answers may part where the reference's two best logits are closer than these shares of the largest one: twice the
+# errors that were measured, and no more than that.
+GAPS: dict[Any, float] = {BF16: 0.03, FP16: 0.003}
+KV_GAPS: dict[KVDtype, float] = {"int8": 0.03, "fp8": 0.08}
+
+
+def assert_same_greedy_tokens(running: DeviceRunner, model: str, gap: float, kv_dtype: KVDtype = "float32") -> None:
+    """Two sequences in chunks that mix with decode rows."""
+    answers, logits = [], []
+    expected = reference(model, kv_dtype)
+    expected.on_logits = lambda rows, slots: logits.extend(zip(slots.tolist(), rows.copy(), strict=True))
+    for x in (running, expected):
+        start(x, 2, prompt(1, 40))
+        start(x, 0, prompt(2, 21))
+        outputs = [step(x, [(2, 0, 25)]), step(x, [(2, 25, 40), (0, 0, 9)]), step(x, [(0, 9, 21)])]
+        outputs += [step(x, [], resting=[2] if i == 3 else []) for i in range(24)]
+        answers.append({slot: [token for token, _ in tokens_of(outputs, slot)] for slot in (0, 2)})
+    num_equal = 0
+    for slot in (0, 2):
+        rows = [row for at, row in logits if at == slot]
+        for token, wanted, row in zip(answers[0][slot], answers[1][slot], rows, strict=True):
+            second, best = np.sort(row)[-2:]
+            if token != wanted:
+                assert best - second <= gap * np.abs(row).max()
+                break
+            num_equal += 1
+    assert num_equal >= 12, f"only {num_equal} tokens to compare"
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("model", MODELS)
+def test_greedy_tokens_are_the_references(model: str, dtype: np.dtype[Any]) -> None:
+    assert_same_greedy_tokens(runner(model, dtype), model, GAPS[dtype])
+
+
+@pytest.mark.parametrize("model", ["llama-quantized", "qwen2-quantized", "gemma3-quantized"])
+def test_greedy_tokens_of_quantized_weights_are_the_references(model: str) -> None:
+    assert_same_greedy_tokens(runner(model), model, GAPS[BF16])
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("model", ["llama-tied-rope3", "gemma3"])
+def test_greedy_tokens_of_8_bit_keys_and_values_are_the_references(model: str, kv_dtype: KVDtype) -> None:
+    assert_same_greedy_tokens(runner(model, kv_dtype=kv_dtype), model, KV_GAPS[kv_dtype], kv_dtype)
+
+
+def test_greedy_tokens_with_cublas_and_tiles_are_the_references() -> None:
+    """The mode that is not deterministic: prefill_attention and `matmul` in place of the row-invariant kernels."""
+    assert_same_greedy_tokens(runner("llama", deterministic=False), "llama", GAPS[BF16])
+
+
+EQUAL = pytest.mark.parametrize(("model", "kv_dtype"), [("llama-quantized", "bf16"), ("gemma3", "bf16"),
+                                                        ("mistral-window", "int8"), ("llama", "fp8")])
+
+
+def alone(model: str, kv_dtype: KVDtype, seed: int, length: int, num_steps: int = 12) -> list[Bits]:
+    """Of a runner that runs nothing else, without graphs, the prompt in one chunk."""
+    running = runner(model, kv_dtype=kv_dtype, graphs=False)
+    start(running, 1, prompt(seed, length), SAMPLED)
+    return tokens_of([step(running, [(1, 0, length)]), *(step(running, []) for _ in range(num_steps - 1))], 1)
+
+
+@EQUAL
+def test_batched_chunked_and_replayed_is_alone(model: str, kv_dtype: KVDtype) -> None:
+    """Four sequences that enter one after the other in odd chunks; buckets of 1, 2 and 4; random orders of threads."""
+    lengths = {0: 23, 1: 5, 2: 30, 3: 16}
+    running = runner(model, kv_dtype=kv_dtype, order=3, lazy=False, seed=5)
+    outputs, done = [], dict.fromkeys(lengths, 0)
+    for number in range(30):
+        chunks = []
+        for slot, length in lengths.items():
+            if number == 4 * slot:
+                start(running, slot, prompt(slot, length), SAMPLED)
+            if number >= 4 * slot and done[slot] < length:
+                end = min(length, done[slot] + 7 + slot)
+                chunks.append((slot, done[slot], end))
+                done[slot] = end
+        outputs.append(step(running, chunks))
+    assert any(kind.sampling is not None for kind in running._kinds.values()), "no graph was replayed"
+    for slot, length in lengths.items():
+        assert tokens_of(outputs, slot)[:12] == alone(model, kv_dtype, slot, length)
+
+
+@EQUAL
+def test_preempted_is_undisturbed(model: str, kv_dtype: KVDtype) -> None:
+    """Leaves its slot in mid-answer, comes back in another one with other blocks, and is computed anew."""
+    expected = alone(model, kv_dtype, 7, 20)
+    running = runner(model, kv_dtype=kv_dtype)
+    start(running, 1, prompt(7, 20), SAMPLED)
+    outputs = [step(running, [(1, 0, 20)]), *(step(running, []) for _ in range(4))]
+    known = tokens_of(outputs, 1)
+    assert known == expected[:5]
+    running.end(1)
+    start(running, 1, prompt(8, 33))
+    step(running, [(1, 0, 32)])
+    start(running, 3, prompt(7, 20) + [token for token, _ in known], SAMPLED, num_prompt=20)
+    outputs = [step(running, [(3, 0, 25), (1, 32, 33)]), *(step(running, []) for _ in range(6))]
+    assert tokens_of(outputs, 3) == expected[5:]
+
+
+def test_steps_launched_before_results_are_read() -> None:
+    expected = alone("llama", "bf16", 4, 18)
+    running = runner("llama")
+    start(running, 1, prompt(4, 18), SAMPLED)
+    waiting = [running.launch(running.rows(chunks, ())) for chunks in ([(1, 0, 18)], *[[]] * 11)]
+    assert tokens_of([finish() for finish in waiting], 1) == expected
+
+
+def test_moved_and_copied_blocks_serve_as_well() -> None:
+    """The second sequence takes over the first one's full block and a copy of its other one, over the tier and back."""
+    spec, weights = tiny_model("gemma3")
+    ops = KernelOps(EmulatorLauncher(), BF16, deterministic=True)
+    num_groups = len(kv_groups(spec))
+    running = DeviceRunner(spec, weights, ops, [NUM_BLOCKS] * num_groups, 4, 32, 96, [8] * num_groups, "int8")
+    expected = alone("gemma3", "int8", 9, 28)
+    start(running, 1, prompt(9, 28), SAMPLED)
+    outputs = [step(running, [(1, 0, 28)]), *(step(running, []) for _ in range(2))]
+    assert tokens_of(outputs, 1) == expected[:3]
+    groups = range(num_groups)
+    held = list(range(6, 12))[::-1]
+    # out to the tier, a chain of copies, poison over what was left, and back in elsewhere
+    running.move_blocks([(group, held[0], 5) for group in groups],
+                        [move for group in groups for move in ((group, held[1], 20), (group, 20, 21))],
+                        [(group, block) for group in groups for block in held], [(group, 5, 23) for group in groups])
+    running.end(1)
+    known = prompt(9, 28) + [token for token, _ in tokens_of(outputs, 1)]
+    running.start(2, known, 28, SAMPLED, [[23, 21, 0, 1]] * num_groups, True, None)
+    outputs = [step(running, [(2, 28, 31)]), *(step(running, []) for _ in range(8))]
+    assert tokens_of(outputs, 2) == expected[3:]
+
+
+def test_prompt_logprobs_are_near_the_references() -> None:
+    got = []
+    for running in (runner("llama", FP16), reference("llama")):
+        start(running, 0, prompt(3, 20), prompt_logprobs=2)
+        start(running, 1, prompt(4, 9))
+        outputs = [step(running, [(0, 0, 12), (1, 0, 9)]), step(running, [(0, 12, 20)])]
+        got.append([output.prompt_logprobs for output in outputs])
+        assert [output.prompt_positions.tolist() for output in outputs] == [[*range(1, 13)], [*range(13, 20)]]
+        assert [len(top) for output in outputs for top in output.prompt_top_logprobs] == [2] * 19
+    np.testing.assert_allclose(np.concatenate(got[0]), np.concatenate(got[1]), atol=0.02)
+
+
+def test_a_row_that_is_not_finite_fails_alone() -> None:
+    expected = alone("llama", "bf16", 1, 10, 3)
+    running = runner("llama")
+    start(running, 1, prompt(1, 10), SAMPLED)
+    start(running, 2, prompt(2, 10), SAMPLED)
+
+    def poison(logits: Any, slots: Any) -> None:
+        logits[slots == 2] = np.nan
+
+    running.on_logits = poison
+    outputs = [step(running, [(1, 0, 10), (2, 0, 10)]), *(step(running, []) for _ in range(2))]
+    assert tokens_of(outputs, 1) == expected
+    assert [[row for row, _ in output.sampled.failed] for output in outputs] == [[1]] * 3
