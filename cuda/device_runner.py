@@ -72,18 +72,18 @@ class DeviceRunner(BaseRunner):
         self._changes: dict[tuple[int, int], int] = {}      # (group * slots + slot, column) -> block id
         self._inputs = self.launcher.empty(0, np.int32)
         self._kinds: dict[tuple[int, ...], _Kind] = {}
-        self.sampling = DeviceSampling(self.launcher, max_num_seqs, spec.vocab_size)
+        self.sampler = DeviceSampling(self.launcher, max_num_seqs, spec.vocab_size)
         self._prompt_sampler = Sampler(max_num_seqs, spec.vocab_size)
 
     def start(self, slot: int, token_ids: Sequence[int], num_prompt_tokens: int, sampling: SlotSampling,
               block_ids: Sequence[Sequence[int]], wants_token: bool, prompt_logprobs: int | None) -> None:
         super().start(slot, token_ids, num_prompt_tokens, sampling, block_ids, wants_token, prompt_logprobs)
         self.launcher.write(self.tokens[slot, :len(token_ids)], np.array(token_ids, np.int32))
-        self.sampling.start(slot, sampling, token_ids, num_prompt_tokens)
+        self.sampler.start(slot, sampling, token_ids, num_prompt_tokens)
 
     def end(self, slot: int) -> None:
         super().end(slot)
-        self.sampling.end(slot)
+        self.sampler.end(slot)
 
     def append_blocks(self, slot: int, group: int, block_ids: Sequence[int]) -> None:
         first = self.slots.append_blocks(slot, group, block_ids)
@@ -99,7 +99,7 @@ class DeviceRunner(BaseRunner):
         is_decode = (num_rows <= GRAPH_ROWS and num_rows == len(rows.slots) == len(rows.sample_rows)
                      and not len(rows.prompt_rows) and self.graphs and self.on_logits is None)
         logprobs, top_logprobs = self._launch_decode(rows) if is_decode else self._launch_eagerly(rows)
-        read = self.sampling.results(rows.sample_slots)
+        read = self.sampler.results(rows.sample_slots)
         self.forward_s += time.perf_counter() - begin_s
         prompt_positions = rows.positions[rows.prompt_rows] + 1
 
@@ -121,7 +121,7 @@ class DeviceRunner(BaseRunner):
             changes = np.array([(row, column, block_id) for (row, column), block_id in self._changes.items()], np.int32)
             self._changes.clear()
             update_tables(self.launcher, self.block_tables.reshape(-1, width), self.launcher.upload(changes))
-        self.sampling.flush()
+        self.sampler.flush()
 
     def _work(self, rows: StepRows) -> tuple[list[Ints], list[Ints]]:
         """Work lists of attention, one a KV group."""
@@ -170,7 +170,7 @@ class DeviceRunner(BaseRunner):
         return self.model.forward(batch, self.caches, inputs.rows)
 
     def _sample(self, logits: DeviceArray, inputs: _Inputs, part: slice) -> None:
-        self.sampling.sample(self.tokens, logits, inputs.slots[part], inputs.sample_positions[part], part.start)
+        self.sampler.sample(self.tokens, logits, inputs.slots[part], inputs.sample_positions[part], part.start)
 
     def _launch_eagerly(self, rows: StepRows) -> tuple[NDArray[np.float32], list[TopLogprobs]]:
         """Any step. Prompt logprobs are computed on the host, and waited for: few ask for them."""

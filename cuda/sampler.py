@@ -195,7 +195,8 @@ class _Changes:
         self.offsets = np.zeros(16)                             # biases, frequency and presence penalties
         self.output: set[int] = set()
         for token_id, bias in sampling.logit_bias:
-            self.offsets[self._place(token_id)] += bias
+            place = self._place(token_id)                       # NOTE: first: it can replace the arrays by longer ones
+            self.offsets[place] += bias
 
     def see(self, token_id: int) -> int:
         """The token is in the prompt or in the output. Returns its index."""

@@ -24,9 +24,15 @@ def add_engine_args(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens of one step")
     group.add_argument("--kv-cache-memory", type=memory_size, metavar="BYTES",
                        help="memory for the KV cache, e.g. 536870912, 512M or 2G")
-    group.add_argument("--kv-dtype", choices=("auto", "float32", "bf16", "int8"),
+    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"),
+                       help="of activations (default: auto; float32 on a processor, bfloat16 on CUDA)")
+    group.add_argument("--deterministic", action="store_const", const=True,
+                       help="on CUDA: no bit of an answer depends on what else runs, at the cost of slower prompts (a "
+                            "processor's answers never depend on it)")
+    group.add_argument("--kv-dtype", choices=("auto", "float32", "bf16", "fp16", "int8", "fp8"),
                        help="what keys and values are stored as: bf16 takes half of the memory of float32, int8 little "
-                            "over a quarter (default: auto, on a processor float32)")
+                            "over a quarter; fp16 and fp8 on CUDA (default: auto; float32 on a processor, on CUDA what "
+                            "--dtype is)")
     group.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE",
                        help="of the device's free memory, for weights and KV cache together")
     group.add_argument("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_const", const=False,
@@ -61,7 +67,7 @@ def engine_config(args: argparse.Namespace) -> dict[str, Any]:
     names = ("device", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory",
              "kv_dtype", "gpu_memory_utilization", "enable_prefix_caching", "cache_scope", "kv_tier_memory",
              "scheduling_policy", "ttft_target_s", "itl_target_s", "max_queued_requests", "max_queued_tokens", "debug",
-             "seed", "generation_config", "threads")
+             "seed", "generation_config", "threads", "dtype", "deterministic")
     return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 

@@ -187,12 +187,9 @@ class _Cache:
     value_scales: DeviceArray | None
 
     @property
-    def arrays(self) -> tuple[DeviceArray | None, ...]:
-        return self.keys, self.values, self.key_scales, self.value_scales
-
-    @property
     def nbytes(self) -> int:
-        return sum(int(array.nbytes) for array in self.arrays if array is not None)
+        return sum(int(array.nbytes) for array in (self.keys, self.values, self.key_scales, self.value_scales)
+                   if array is not None)
 
 
 def _caches(launcher: Launcher, sizes: Sizes, num_blocks: int, stored: Any) -> list[_Cache]:
@@ -228,7 +225,8 @@ def measure_decode_attention(launcher: Launcher, sizes: Sizes, report: Report, c
 
     def call(cache: _Cache) -> Call:
         return lambda: decode_attention.decode_attention(
-            launcher, out, qkv, *cache.arrays, table, work, partials, counters, heads, head_dim**-0.5)
+            launcher, out, qkv, cache.keys, cache.values, cache.key_scales, cache.value_scales, table, work, partials,
+            counters, heads, head_dim**-0.5)
 
     seconds = seconds_per_call(launcher, [call(cache) for cache in caches], sizes.target_s)
     size = caches[0].nbytes
@@ -248,7 +246,8 @@ def measure_prefill_attention(launcher: Launcher, sizes: Sizes, report: Report, 
     work = launcher.upload(prefill_attention.plan(np.array([(0, num_tokens, 0, 0)], np.int32), heads // kv_heads))
 
     def call() -> None:
-        prefill_attention.prefill_attention(launcher, out, qkv, *cache.arrays, table, work, heads, head_dim**-0.5)
+        prefill_attention.prefill_attention(launcher, out, qkv, cache.keys, cache.values, cache.key_scales,
+                                            cache.value_scales, table, work, heads, head_dim**-0.5)
 
     seconds = seconds_per_call(launcher, [call], sizes.target_s)
     flops = 4 * heads * head_dim * num_tokens * (num_tokens + 1) / 2            # what the mask leaves

@@ -186,7 +186,7 @@ def _add_step(report: Report, part: str, what: str, step_s: float, floor_s: floa
     figures = {"ms": 1e3 * step_s, "floor_ms": 1e3 * floor_s, "share_percent": 100 * floor_s / step_s,
                "per_s": tokens_per_s}
     if target_ms is None:
-        report.add(part, what, **figures)
+        report.add(part, what, "", **figures)
     else:
         report.add(part, what, "ok" if 1e3 * step_s <= target_ms else "below target", **figures, target_ms=target_ms)
 

@@ -60,7 +60,7 @@ class Report:
     def add_share(self, part: str, what: str, share: float, target: float | None, **figures: Figure) -> None:
         """A figure with its share of what the device could do. A missed target is told; it makes nothing wrong."""
         if target is None:
-            self.add(part, what, **figures, share_percent=100 * share)
+            self.add(part, what, "", **figures, share_percent=100 * share)
         else:
             self.add(part, what, "ok" if share >= target else "below target", **figures, share_percent=100 * share,
                      target_percent=100 * target)

@@ -33,8 +33,9 @@ struct Layout {
     static constexpr bool CODED = sizeof(KV) == 1;
     static constexpr int CHUNK_DIMS = 16 / (int)sizeof(KV);              // of 16 bytes
     static constexpr int CHUNKS = HEAD_DIM / CHUNK_DIMS;                 // in a row
-    static constexpr int HALF_BYTES = BLOCK_SIZE * CHUNKS * 16 + (CODED ? BLOCK_SIZE * 4 : 0);
-    static constexpr int HALVES = HALF_BYTES > 4096 + 64 ? 3 : 4;        // in a warp's ring
+    static constexpr int DATA_BYTES = BLOCK_SIZE * CHUNKS * 16;
+    static constexpr int HALF_BYTES = DATA_BYTES + (CODED ? 2 * BLOCK_SIZE * 4 : 0);    // with keys: scales of both
+    static constexpr int HALVES = DATA_BYTES > 4096 ? 3 : 4;             // in a warp's ring
 
     // Where chunk `c` of row `r` lies: 8 lanes that read at once hit 8 different groups of banks. Written such that all
     // but the lane's part is known when the loops are unrolled.
@@ -140,18 +141,18 @@ decode_attention(T* __restrict__ out, const T* __restrict__ qkv, const KV* __res
                     cp_async16(to, from, wanted);
                 }
             }
-            if (CODED && lane < 4) {
-                const int key = block_key + 4 * lane;
-                cp_async16(half + BLOCK_SIZE * CHUNKS * 16 + lane * 16,
-                           (is_value ? v_scale : k_scale) + source_row + 4 * lane, key + 3 >= first_key && key < end_key);
+            if (CODED && !is_value && lane < BLOCK_SIZE / 2) {
+                const int r = lane * 4 % BLOCK_SIZE, key = block_key + r;
+                cp_async16(half + L::DATA_BYTES + lane * 16, (lane < 4 ? k_scale : v_scale) + source_row + r,
+                           key + 3 >= first_key && key < end_key);
             }
         }
         cp_async_commit();
     };
 
     // Half n arrives while those before it are worked on; the first HALVES - 1 rounds only start copies.
-    float sum[HEAD_DIM / 8][4] = {}, largest[2] = {NEG_INF, NEG_INF}, weights[2] = {0.0f, 0.0f};
-    float score[2][4], decay[2];
+    float sum[HEAD_DIM / 8][4] = {}, largest[2] = {NEG_INF, NEG_INF}, total[2] = {0.0f, 0.0f};
+    uint32_t weight[4];  // the fragment of the tile's weights
 #pragma unroll 1
     for (int n = 1 - HALVES; n < 2 * num_tiles; n++) {
         cp_async_wait<HALVES - 2>();
@@ -159,12 +160,12 @@ decode_attention(T* __restrict__ out, const T* __restrict__ qkv, const KV* __res
         start_copy(n + HALVES - 1);
         if (n < 0) continue;
         const unsigned char* half = ring + n % HALVES * L::HALF_BYTES;
-        const float* scales = reinterpret_cast<const float*>(half + BLOCK_SIZE * CHUNKS * 16);
+        const float* scales = reinterpret_cast<const float*>(half + L::DATA_BYTES);
         if (n % 2 == 0) {
             // Scores of 16 rows and two times 8 keys.
+            float score[2][4] = {};
 #pragma unroll
             for (int m = 0; m < 2; m++) {
-                score[m][0] = score[m][1] = score[m][2] = score[m][3] = 0.0f;
 #pragma unroll
                 for (int p = 0; p < CHUNKS / 4; p++) {
                     const uint4 raw = load16(half + L::key_chunk(m * 8 + g, 4 * p + t) * 16);
@@ -200,43 +201,34 @@ decode_attention(T* __restrict__ out, const T* __restrict__ qkv, const KV* __res
                     now[e / 2] = fmaxf(now[e / 2], score[m][e]);
                 }
             }
-            float base[2];
+            float decay[2];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 now[i] = fmaxf(now[i], __shfl_xor_sync(FULL_WARP, now[i], 1));
                 now[i] = fmaxf(now[i], __shfl_xor_sync(FULL_WARP, now[i], 2));
-                base[i] = now[i] == NEG_INF ? 0.0f : now[i];
-                decay[i] = exp2f(largest[i] - base[i]);
+                const float base = now[i] == NEG_INF ? 0.0f : now[i];
+                decay[i] = exp2f(largest[i] - base);
                 largest[i] = now[i];
-                weights[i] *= decay[i];
-            }
+                total[i] *= decay[i];
 #pragma unroll
-            for (int m = 0; m < 2; m++) {
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    score[m][e] = exp2f(score[m][e] - base[e / 2]);
-                    weights[e / 2] += score[m][e];
-                }
-            }
-        } else {
-            uint32_t weight[4];
-#pragma unroll
-            for (int m = 0; m < 2; m++) {
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    float low = score[m][2 * i], high = score[m][2 * i + 1];
+                for (int m = 0; m < 2; m++) {
+                    float low = exp2f(score[m][2 * i] - base), high = exp2f(score[m][2 * i + 1] - base);
+                    total[i] += low + high;
                     if constexpr (CODED) {  // what a row does not see may have any scale
-                        low = low > 0.0f ? low * scales[m * 8 + 2 * t] : low;
-                        high = high > 0.0f ? high * scales[m * 8 + 2 * t + 1] : high;
+                        low = low > 0.0f ? low * scales[BLOCK_SIZE + m * 8 + 2 * t] : low;
+                        high = high > 0.0f ? high * scales[BLOCK_SIZE + m * 8 + 2 * t + 1] : high;
                     }
                     weight[2 * m + i] = pack_pair<T>(low, high);
                 }
             }
+            if (__any_sync(FULL_WARP, decay[0] != 1.0f || decay[1] != 1.0f)) {
 #pragma unroll
-            for (int m = 0; m < HEAD_DIM / 8; m++) {
+                for (int m = 0; m < HEAD_DIM / 8; m++) {
 #pragma unroll
-                for (int e = 0; e < 4; e++) sum[m][e] *= decay[e / 2];
+                    for (int e = 0; e < 4; e++) sum[m][e] *= decay[e / 2];
+                }
             }
+        } else {
             if constexpr (CODED) {
 #pragma unroll
                 for (int m = 0; m < HEAD_DIM / 32; m++) {
@@ -283,11 +275,11 @@ decode_attention(T* __restrict__ out, const T* __restrict__ qkv, const KV* __res
     float* warp_softmax = warp_sums + WARPS * ROWS * HEAD_DIM;              // [WARPS][ROWS]: largest score, weights
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        weights[i] += __shfl_xor_sync(FULL_WARP, weights[i], 1);
-        weights[i] += __shfl_xor_sync(FULL_WARP, weights[i], 2);
+        total[i] += __shfl_xor_sync(FULL_WARP, total[i], 1);
+        total[i] += __shfl_xor_sync(FULL_WARP, total[i], 2);
         const int row = warp * ROWS + g + 8 * i;
         if (g + 8 * i < rows) {
-            if (t == 0) reinterpret_cast<float2*>(warp_softmax)[row] = make_float2(largest[i], weights[i]);
+            if (t == 0) reinterpret_cast<float2*>(warp_softmax)[row] = make_float2(largest[i], total[i]);
             float* to = warp_sums + row * HEAD_DIM;
             if constexpr (CODED) {
 #pragma unroll

@@ -129,9 +129,9 @@ def _entry(dtype: Any, kv_dtype: Any, head_dim: int) -> str:
 def _shared_bytes(head_dim: int, kv_dtype: Any) -> int:
     """Of the copy rings or of the merge, which come one after the other."""
     itemsize = np.dtype(kv_dtype).itemsize
-    half = BLOCK_SIZE * head_dim * itemsize + (BLOCK_SIZE * 4 if itemsize == 1 else 0)
-    halves = 3 if half > 4096 + 64 else 4
-    return max(WARPS * halves * half, WARPS * TILE_ROWS * (head_dim + 2) * 4)
+    data = BLOCK_SIZE * head_dim * itemsize
+    halves, scales = 3 if data > 4096 else 4, 2 * BLOCK_SIZE * 4 if itemsize == 1 else 0
+    return max(WARPS * halves * (data + scales), WARPS * TILE_ROWS * (head_dim + 2) * 4)
 
 
 # ---- What it promises

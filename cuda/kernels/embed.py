@@ -38,7 +38,7 @@ def embed(launcher: Launcher, out: DeviceArray, token_ids: DeviceArray, weight: 
 def embed_rows(launcher: Launcher, out: DeviceArray, token_ids: DeviceArray, table: DeviceArray,
                scales: DeviceArray | None = None, offsets: DeviceArray | None = None, *, bits: int = 16, group: int = 0,
                scale: float = 1.0) -> None:
-    """`embed` with the arrays of a packing.DeviceDense (bits 16) or DeviceAffine, its scale_unit a factor of `scale`."""
+    """`embed` from the arrays of a DeviceDense (bits 16) or a DeviceAffine, whose scale_unit is a factor of `scale`."""
     num_tokens, columns = out.shape
     if out.dtype != np.float32 or token_ids.dtype != np.int32 or tuple(token_ids.shape) != (num_tokens,) or columns % 4:
         raise ValueError(f"out {out.dtype}{list(out.shape)} and ids {token_ids.dtype}{list(token_ids.shape)} are not "

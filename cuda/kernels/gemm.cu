@@ -97,46 +97,45 @@ DEV void accumulate(float (&sums)[ROW_TILES][TOKEN_TILES][4], const uint32_t (&w
 #pragma unroll
         for (int span = 0; span < 32 / SPAN; span++) {
             const int group = (k + span * SPAN) >> group_shift & 7;
-            float token_sums[TOKEN_TILES][4];
-            if constexpr (OFFSETS) {
-                constexpr uint32_t ONE = BF16 ? 0x3f803f80u : 0x3c003c00u;
-                const uint32_t ones[4] = {ONE, ONE, ONE, ONE};
+            uint32_t a[ROW_TILES][STEPS][4];
+            float scale[ROW_TILES][2], offset[ROW_TILES][2];
 #pragma unroll
-                for (int m = 0; m < TOKEN_TILES; m++)
-                    multiply<BF16, STEPS>(token_sums[m], ones, ones, tokens[m], span * STEPS);
-            }
+            for (int r = 0; r < ROW_TILES; r++)
 #pragma unroll
-            for (int r = 0; r < ROW_TILES; r++) {
-                uint32_t a[STEPS][4];
+                for (int half = 0; half < 2; half++) {
 #pragma unroll
-                for (int s = 0; s < STEPS; s++)
-#pragma unroll
-                    for (int half = 0; half < 2; half++) {
+                    for (int s = 0; s < STEPS; s++) {
                         const int step = span * STEPS + s;
                         uint32_t pairs[2];
                         if constexpr (BITS == 4)
                             centred<T, 4>(pairs, weights[r][half][0] >> 8 * step);
                         else
                             centred<T, 8>(pairs, weights[r][half][step]);
-                        a[s][half] = pairs[0];
-                        a[s][2 + half] = pairs[1];
+                        a[r][s][half] = pairs[0];
+                        a[r][s][2 + half] = pairs[1];
                     }
-                const int row = r * 16 * 8 + group;
-                const float scale[2] = {to_float(scales[row]), to_float(scales[row + 64])};
-#pragma unroll
-                for (int m = 0; m < TOKEN_TILES; m++) {
-                    float product[4];
-                    multiply<BF16, STEPS>(product, a[0], a[STEPS - 1], tokens[m], span * STEPS);
-#pragma unroll
-                    for (int i = 0; i < 4; i++) sums[r][m][i] = fmaf(scale[i / 2], product[i], sums[r][m][i]);
+                    const int place = (r * 16 + half * 8) * 8 + group;
+                    scale[r][half] = to_float(scales[place]);
+                    if constexpr (OFFSETS) offset[r][half] = to_float(offsets[place]);
                 }
+#pragma unroll
+            for (int m = 0; m < TOKEN_TILES; m++) {
+                float token_sums[4];
                 if constexpr (OFFSETS) {
-                    const float offset[2] = {to_float(offsets[row]), to_float(offsets[row + 64])};
+                    constexpr uint32_t ONE = BF16 ? 0x3f803f80u : 0x3c003c00u;
+                    const uint32_t ones[4] = {ONE, ONE, ONE, ONE};
+                    multiply<BF16, STEPS>(token_sums, ones, ones, tokens[m], span * STEPS);
+                }
 #pragma unroll
-                    for (int m = 0; m < TOKEN_TILES; m++)
+                for (int r = 0; r < ROW_TILES; r++) {
+                    float product[4];
+                    multiply<BF16, STEPS>(product, a[r][0], a[r][STEPS - 1], tokens[m], span * STEPS);
 #pragma unroll
-                        for (int i = 0; i < 4; i++)
-                            sums[r][m][i] = fmaf(offset[i / 2], token_sums[m][i % 2], sums[r][m][i]);
+                    for (int i = 0; i < 4; i++) {
+                        float& sum = sums[r][m][i];
+                        sum = fmaf(scale[r][i / 2], product[i], sum);
+                        if constexpr (OFFSETS) sum = fmaf(offset[r][i / 2], token_sums[i % 2], sum);
+                    }
                 }
             }
         }
@@ -198,7 +197,7 @@ DEV void split16(uint32_t (&words)[4], uint4 value) {
 }
 
 template <class T, int BITS, int SPAN, bool OFFSETS, int TOKEN_TILES>
-__global__ void __launch_bounds__(128, TOKEN_TILES == 1 ? 6 : TOKEN_TILES == 2 ? 4 : 3)
+__global__ void __launch_bounds__(128, TOKEN_TILES == 1 ? 6 : TOKEN_TILES == 2 ? 4 : 2)
     skinny_gemm(T* __restrict__ out, float* __restrict__ logits, const T* __restrict__ x,
                 const void* __restrict__ weight, const __half* __restrict__ scales, const __half* __restrict__ offsets,
                 const float* __restrict__ bias, int M, int N, int K, int group_shift, float scale_unit, int first,
@@ -320,6 +319,7 @@ __global__ void __launch_bounds__(128, TOKEN_TILES == 1 ? 6 : TOKEN_TILES == 2 ?
             for (int i = 0; i < 4; i++) quarter[((r * TOKEN_TILES + m) * 4 + i) * 32 + lane] = sums[r][m][i];
     __syncthreads();
     const float* quarters = reinterpret_cast<const float*>(rings);
+#pragma unroll 1
     for (int i = threadIdx.x; i < ROW_TILES * TOKEN_TILES * 64; i += 128) {
         // Eight threads beside each other write eight rows beside each other.
         const int row = i % 8, token_pair = i / 8 % 4, odd = i / 32 % 2, tile = i / 64;
@@ -446,18 +446,28 @@ __global__ void __launch_bounds__(256)
                 for (int i = 0; i < 4; i++)
                     totals[r][m][i] = quarter == 0 ? sums[r][m][i] : totals[r][m][i] + sums[r][m][i];
     }
+    // By way of shared memory, [warp][row tile][token tile][4][lane]: a loop, and rows beside each other written at once.
     cp_async_wait<0>();
+    __syncthreads();
+    float* results = reinterpret_cast<float*>(shared);
 #pragma unroll
     for (int r = 0; r < ROW_TILES; r++)
 #pragma unroll
         for (int m = 0; m < TOKEN_TILES; m++)
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int token = token0 + warp_token + m * 8 + t * 2 + i;
-                if (token < M)
-                    finish(out, logits, totals[r][m][i], totals[r][m][2 + i], bias, token, row0 + warp_row + r * 16 + g, N,
-                           scale_unit, first, columns, activation, softcap);
-            }
+            for (int i = 0; i < 4; i++)
+                results[(((warp * ROW_TILES + r) * TOKEN_TILES + m) * 4 + i) * 32 + lane] = totals[r][m][i];
+    __syncthreads();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < 8 * ROW_TILES * TOKEN_TILES * 64; i += 256) {
+        const int row = i % 8, token_pair = i / 8 % 4, odd = i / 32 % 2, tile = i / 64;
+        const int of_warp = tile / (ROW_TILES * TOKEN_TILES), r = tile / TOKEN_TILES % ROW_TILES;
+        const int token = token0 + of_warp / 4 * 32 + tile % TOKEN_TILES * 8 + token_pair * 2 + odd;
+        const float* result = results + (tile * 4 + odd) * 32 + row * 4 + token_pair;
+        if (token < M)
+            finish(out, logits, result[0], result[64], bias, token, row0 + of_warp % 4 * 32 + r * 16 + row, N, scale_unit,
+                   first, columns, activation, softcap);
+    }
 }
 
 // out [M, N] += bias [N], after a product that knew of none.

@@ -80,8 +80,8 @@ def skinny_gemm(launcher: Launcher, out: DeviceArray, x: DeviceArray, weight: De
     num_tokens, num_rows = x.shape[0], weight.shape[0]
     tiles = next((tiles for tiles in TOKEN_TILES if num_tokens <= tiles * 8), TOKEN_TILES[-1])
     grid = (-(-num_tokens // (tiles * 8)), -(-num_rows // (16 * _row_tiles(tiles))))
-    launch(launcher, SOURCE, _skinny_entry(x.dtype, bits, _span(group), offsets is not None, tiles), grid, 128, arguments,
-           _skinny_shared_bytes(bits))
+    entry = _skinny_entry(x.dtype, bits, _span(group), offsets is not None, tiles)
+    launch(launcher, SOURCE, entry, grid, 128, arguments, _skinny_shared_bytes(bits))
 
 
 def tile_gemm(launcher: Launcher, out: DeviceArray, x: DeviceArray, weight: DeviceArray,
@@ -91,8 +91,8 @@ def tile_gemm(launcher: Launcher, out: DeviceArray, x: DeviceArray, weight: Devi
     """As `skinny_gemm`, to the same bits; made for many tokens."""
     arguments = _arguments(out, x, weight, scales, offsets, bias, bits, group, scale_unit, first, gated, softcap)
     grid = (-(-x.shape[0] // TILE_TOKENS), -(-weight.shape[0] // TILE_ROWS))
-    launch(launcher, SOURCE, _tile_entry(x.dtype, bits, _span(group), offsets is not None), grid, 256, arguments,
-           _tile_shared_bytes(bits))
+    entry = _tile_entry(x.dtype, bits, _span(group), offsets is not None)
+    launch(launcher, SOURCE, entry, grid, 256, arguments, _tile_shared_bytes(bits))
 
 
 def add_bias(launcher: Launcher, out: DeviceArray, bias: DeviceArray) -> None:

@@ -5,9 +5,9 @@ of 4-bit codes. Four threads read a unit, 16 bytes each, and these are at once t
 
   dense     as stored, so that cuBLAS, the embedding and a tied head share one array. The two mma of a unit take inputs
             8t .. 8t + 3 and 8t + 4 .. 8t + 7 of thread t: in another order than they lie, which a sum allows.
-  8 bits    the same for each 32 inputs, a word of thread t's 16 bytes for each mma. It holds its four codes in the order
+  8 bits    the same for each 32 inputs, a word of thread t's 16 bytes for each mma. It holds its four codes in order
             0, 2, 1, 3: two pairs, a mask and a shift away.
-  4 bits    the same, a word for two mma: nibbles 0, 4, 1, 5 are the first one's codes in order, 2, 6, 3, 7 the second's.
+  4 bits    the same, a word for two mma: nibbles 0, 4, 1, 5 are the codes for the first, 2, 6, 3, 7 for the second.
 
 In groups of 16 an mma must not take inputs of two groups: there thread t has 4t .. 4t + 3 of each 16.
 
@@ -151,11 +151,11 @@ def unpack_weight(weight: DeviceWeight) -> NDArray[np.float64]:
     if isinstance(weight, DeviceDense):
         return np.asarray(weight.data).astype(np.float64)
     rows, inputs = weight.shape
-    codes = unpack_codes(np.asarray(weight.codes), weight.bits, weight.group)[:, :inputs].astype(np.float64)         # [N, K]
+    codes = unpack_codes(np.asarray(weight.codes), weight.bits, weight.group)[:, :inputs]              # [N, K]
     centre = 1 << (weight.bits - 1)
     groups = inputs // weight.group
     scales = np.repeat(np.asarray(weight.scales)[:, :groups].astype(np.float64), weight.group, axis=1)
-    wide = scales * (codes - centre)
+    wide = scales * (codes.astype(np.float64) - centre)
     if weight.offsets is not None:
         wide += np.repeat(np.asarray(weight.offsets)[:, :groups].astype(np.float64), weight.group, axis=1)
     unpacked: NDArray[np.float64] = wide * weight.scale_unit
@@ -326,7 +326,7 @@ def unpack_codes(packed: NDArray[np.uint8], bits: int, group: int) -> NDArray[np
     if bits == 8:
         fours = words[..., [0, 2, 1, 3]].swapaxes(2, 3)                                 # [N, u, part, t, mma, i]
     else:
-        both = np.stack([words & 15, words >> 4], axis=-1)                              # [N, u, t, part, i % 2, mma, i / 2]
+        both = np.stack([words & 15, words >> 4], axis=-1)                  # [N, u, t, part, i % 2, mma, i / 2]
         fours = both.transpose(0, 1, 3, 2, 5, 6, 4).reshape(rows, -1, 4, 4, 2, 4)
     if group == 16:
         fours = fours.swapaxes(3, 4)

@@ -28,7 +28,7 @@ struct Layout {
     static constexpr int ROWS = WARPS * ROW_TILES * 16;                             // a block's
     static constexpr int CHUNKS = HEAD_DIM / 8;                                     // of 16 bytes, in a row of T
     static constexpr int HALF_CHUNKS = KEYS * (CODED ? CHUNKS / 2 : CHUNKS);        // in the ring, as the cache has them
-    static constexpr int HALF_BYTES = HALF_CHUNKS * 16 + (CODED ? KEYS * 4 : 0);
+    static constexpr int HALF_BYTES = HALF_CHUNKS * 16 + (CODED ? 2 * KEYS * 4 : 0);    // with keys: scales of both
     static constexpr int QUERY_BYTES = ROWS * CHUNKS * 16, TILE_BYTES = KEYS * CHUNKS * 16;
 
     // Where chunk `c` of row `r` lies: 8 lanes that read at once hit 8 different groups of banks. Written such that all
@@ -107,10 +107,10 @@ prefill_attention(T* __restrict__ out, const T* __restrict__ qkv, const void* __
                     cp_async16(to, from, wanted);
                 }
             }
-            if (CODED && tid < KEYS / 4) {
-                const int key = tile_key + 4 * tid, block = table[min(key, last_key) / BLOCK_SIZE];
+            if (CODED && !is_value && tid < KEYS / 2) {
+                const int key = tile_key + tid * 4 % KEYS, block = table[min(key, last_key) / BLOCK_SIZE];
                 const size_t row = ((size_t)block * num_kv_heads + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE;
-                cp_async16(half + L::HALF_CHUNKS * 16 + tid * 16, (is_value ? v_scale : k_scale) + row,
+                cp_async16(half + L::HALF_CHUNKS * 16 + tid * 16, (tid < KEYS / 4 ? k_scale : v_scale) + row,
                            key + 3 >= first_key && key <= last_key);
             }
         }
@@ -120,30 +120,19 @@ prefill_attention(T* __restrict__ out, const T* __restrict__ qkv, const void* __
     const int warp_row = warp * ROW_TILES * 16;
     const int warp_first = first_position + (part_row + warp_row) / group;          // positions of the warp's rows
     const int warp_last = first_position + (part_row + min(rows, warp_row + ROW_TILES * 16) - 1) / group;
-    int position[ROW_TILES][2];
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; m++) {
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-            position[m][i] = first_position + (part_row + min(rows - 1, warp_row + m * 16 + g + 8 * i)) / group;
-    }
 
-    float sum[ROW_TILES][HEAD_DIM / 8][4] = {}, score[ROW_TILES][KEYS / 8][4];
-    float largest[ROW_TILES][2], weights[ROW_TILES][2] = {}, decay[ROW_TILES][2];
+    float sum[ROW_TILES][HEAD_DIM / 8][4] = {}, largest[ROW_TILES][2], total[ROW_TILES][2] = {};
+    uint32_t weight[ROW_TILES][KEYS / 16][4];   // fragments of the 32 keys' weights
 #pragma unroll
     for (int m = 0; m < ROW_TILES; m++) largest[m][0] = largest[m][1] = NEG_INF;
 
     // Half n arrives while those before it are worked on; the first HALVES - 1 rounds only start copies.
 #pragma unroll 1
     for (int n = 1 - HALVES; n < num_halves; n++) {
-        if (n < 0) {
-            start_copy(n + HALVES - 1);
-            continue;
-        }
         cp_async_wait<HALVES - 2>();
         const unsigned char* half = ring + n % HALVES * L::HALF_BYTES;
         const float* scales = reinterpret_cast<const float*>(half + L::HALF_CHUNKS * 16);
-        if constexpr (CODED) {
+        if (CODED && n >= 0) {
             unsigned char* tile = tiles + n % 2 * L::TILE_BYTES;
 #pragma unroll
             for (int r = tid / CACHE_CHUNKS; r < KEYS; r += WARPS * 32 / CACHE_CHUNKS) {
@@ -158,16 +147,12 @@ prefill_attention(T* __restrict__ out, const T* __restrict__ qkv, const void* __
         }
         __syncthreads();
         start_copy(n + HALVES - 1);
+        if (n < 0) continue;
         const int tile_key = (first_tile + n / 2) * KEYS;
         if (warp_row >= rows || tile_key > warp_last || tile_key + KEYS - 1 <= warp_first - window) continue;
         if (n % 2 == 0) {
-            // Scores of the warp's rows and 32 keys.
-#pragma unroll
-            for (int m = 0; m < ROW_TILES; m++) {
-#pragma unroll
-                for (int k = 0; k < KEYS / 8; k++) score[m][k][0] = score[m][k][1] = score[m][k][2] = score[m][k][3] = 0.0f;
-            }
-#pragma unroll
+            float score[ROW_TILES][KEYS / 8][4] = {};
+#pragma unroll(HEAD_DIM == 64 ? 2 : 1)
             for (int p = 0; p < CHUNKS / 4; p++) {
                 uint32_t query[ROW_TILES][2][4];
 #pragma unroll
@@ -194,70 +179,70 @@ prefill_attention(T* __restrict__ out, const T* __restrict__ qkv, const void* __
             const bool all_seen = tile_key + KEYS - 1 <= warp_first && tile_key > warp_last - window;
 #pragma unroll
             for (int m = 0; m < ROW_TILES; m++) {
-                float now[2] = {largest[m][0], largest[m][1]};
 #pragma unroll
                 for (int k = 0; k < KEYS / 8; k++) {
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
-                        const int column = k * 8 + 2 * t + e % 2, key = tile_key + column;
                         float x = score[m][k][e];
-                        if constexpr (CODED) x *= scales[column];
+                        if constexpr (CODED) x *= scales[k * 8 + 2 * t + e % 2];
                         x *= score_scale;
                         if (softcap > 0.0f) x = softcap - __fdividef(2.0f * softcap, exp2f(x) + 1.0f);  // softcap * tanh
-                        const bool seen = all_seen ||
-                                          (key <= position[m][e / 2] && key > position[m][e / 2] - window);
-                        score[m][k][e] = seen ? x : NEG_INF;
-                        now[e / 2] = fmaxf(now[e / 2], score[m][k][e]);
+                        score[m][k][e] = x;
                     }
                 }
+                if (!all_seen) {
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        const int position = first_position + (part_row + warp_row + m * 16 + g + 8 * i) / group;
+                        const int ahead = position - tile_key - 2 * t;      // of column 0, 1 is one later
+#pragma unroll
+                        for (int k = 0; k < KEYS / 8; k++) {
+#pragma unroll
+                            for (int e = 0; e < 2; e++) {
+                                const int distance = ahead - k * 8 - e;
+                                if (distance < 0 || distance >= window) score[m][k][2 * i + e] = NEG_INF;
+                            }
+                        }
+                    }
+                }
+                float now[2] = {largest[m][0], largest[m][1]};
+#pragma unroll
+                for (int k = 0; k < KEYS / 8; k++) {
+#pragma unroll
+                    for (int e = 0; e < 4; e++) now[e / 2] = fmaxf(now[e / 2], score[m][k][e]);
+                }
+                float decay[2];
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     now[i] = fmaxf(now[i], __shfl_xor_sync(FULL_WARP, now[i], 1));
                     now[i] = fmaxf(now[i], __shfl_xor_sync(FULL_WARP, now[i], 2));
                     const float base = now[i] == NEG_INF ? 0.0f : now[i];
-                    decay[m][i] = exp2f(largest[m][i] - base);
+                    decay[i] = exp2f(largest[m][i] - base);
                     largest[m][i] = now[i];
-                    weights[m][i] *= decay[m][i];
+                    total[m][i] *= decay[i];
 #pragma unroll
                     for (int k = 0; k < KEYS / 8; k++) {
-#pragma unroll
-                        for (int e = 2 * i; e < 2 * i + 2; e++) {
-                            score[m][k][e] = exp2f(score[m][k][e] - base);
-                            weights[m][i] += score[m][k][e];
+                        float low = exp2f(score[m][k][2 * i] - base), high = exp2f(score[m][k][2 * i + 1] - base);
+                        total[m][i] += low + high;
+                        if constexpr (CODED) {  // what a row does not see may have any scale
+                            const float* two = scales + KEYS + k * 8 + 2 * t;
+                            low = low > 0.0f ? low * two[0] : low;
+                            high = high > 0.0f ? high * two[1] : high;
                         }
+                        weight[m][k / 2][k % 2 * 2 + i] = pack_pair<T>(low, high);
+                    }
+                }
+                if (__any_sync(FULL_WARP, decay[0] != 1.0f || decay[1] != 1.0f)) {
+#pragma unroll
+                    for (int d = 0; d < HEAD_DIM / 8; d++) {
+#pragma unroll
+                        for (int e = 0; e < 4; e++) sum[m][d][e] *= decay[e / 2];
                     }
                 }
             }
         } else {
-            bool grew = false;
-#pragma unroll
-            for (int m = 0; m < ROW_TILES; m++) grew |= decay[m][0] != 1.0f || decay[m][1] != 1.0f;
-            if (__any_sync(FULL_WARP, grew)) {
-#pragma unroll
-                for (int m = 0; m < ROW_TILES; m++) {
-#pragma unroll
-                    for (int d = 0; d < HEAD_DIM / 8; d++) {
-#pragma unroll
-                        for (int e = 0; e < 4; e++) sum[m][d][e] *= decay[m][e / 2];
-                    }
-                }
-            }
 #pragma unroll
             for (int k = 0; k < KEYS / 16; k++) {
-                uint32_t weight[ROW_TILES][4];
-#pragma unroll
-                for (int m = 0; m < ROW_TILES; m++) {
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        float low = score[m][2 * k + i / 2][i % 2 * 2], high = score[m][2 * k + i / 2][i % 2 * 2 + 1];
-                        if constexpr (CODED) {  // what a row does not see may have any scale
-                            const float* two = scales + k * 16 + i / 2 * 8 + 2 * t;
-                            low = low > 0.0f ? low * two[0] : low;
-                            high = high > 0.0f ? high * two[1] : high;
-                        }
-                        weight[m][i] = pack_pair<T>(low, high);
-                    }
-                }
 #pragma unroll
                 for (int d = 0; d < HEAD_DIM / 16; d++) {
                     uint32_t values[4];
@@ -265,8 +250,8 @@ prefill_attention(T* __restrict__ out, const T* __restrict__ qkv, const void* __
                     const uint32_t low[2] = {values[0], values[1]}, high[2] = {values[2], values[3]};
 #pragma unroll
                     for (int m = 0; m < ROW_TILES; m++) {
-                        mma_16816<BF16>(sum[m][2 * d], weight[m], low);
-                        mma_16816<BF16>(sum[m][2 * d + 1], weight[m], high);
+                        mma_16816<BF16>(sum[m][2 * d], weight[m][k], low);
+                        mma_16816<BF16>(sum[m][2 * d + 1], weight[m][k], high);
                     }
                 }
             }
@@ -279,18 +264,18 @@ prefill_attention(T* __restrict__ out, const T* __restrict__ qkv, const void* __
     for (int m = 0; m < ROW_TILES; m++) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            float total = weights[m][i], factor = 1.0f;
-            total += __shfl_xor_sync(FULL_WARP, total, 1);
-            total += __shfl_xor_sync(FULL_WARP, total, 2);
+            float all = total[m][i], factor = 1.0f;
+            all += __shfl_xor_sync(FULL_WARP, all, 1);
+            all += __shfl_xor_sync(FULL_WARP, all, 2);
             const int r = warp_row + m * 16 + g + 8 * i, row = part_row + r;
             if (r < rows) {
                 const int head = first_head + row % group;
                 if (sinks != nullptr) {
                     const float sink = sinks[head] * 1.4426950408889634f, both = fmaxf(largest[m][i], sink);
                     factor = largest[m][i] == NEG_INF ? 0.0f : exp2f(largest[m][i] - both);
-                    total = total * factor + exp2f(sink - both);
+                    all = all * factor + exp2f(sink - both);
                 }
-                factor /= total;
+                factor /= all;
                 T* to = out + ((size_t)(item_row + row / group) * num_heads + head) * head_dim + 2 * t;
 #pragma unroll
                 for (int d = 0; d < HEAD_DIM / 8; d++) {

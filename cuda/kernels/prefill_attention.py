@@ -88,7 +88,7 @@ def _block_rows(head_dim: int) -> int:
 def _shared_bytes(head_dim: int, coded: bool) -> int:
     """Queries, the ring of keys and values, and where they are codes, two tiles of what they mean."""
     tile = KEYS * head_dim * 2
-    ring = HALVES * (tile // 2 + KEYS * 4) + 2 * tile if coded else HALVES * tile
+    ring = HALVES * (tile // 2 + 2 * KEYS * 4) + 2 * tile if coded else HALVES * tile
     return _block_rows(head_dim) * head_dim * 2 + ring
 
 

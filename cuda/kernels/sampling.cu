@@ -139,6 +139,11 @@ struct Threshold {
 };
 #define KEEP_ALL Threshold{0u, -1}
 
+// A token's share where every one that can be had counts alike.
+struct One {
+    DEV uint64_t operator()(int, float logit) const { return logit != NEG_INF; }
+};
+
 struct Filter {
     Threshold top_k;
     float min_p_low, min_p_high;                // below is dropped, from here on kept; between them is looked at closely
@@ -173,7 +178,6 @@ struct Shared {
 struct Found {
     int index;
     uint64_t rest;                              // of what was needed, before the entry at `index`
-    uint64_t total;
 };
 
 // The first entry up to which value(0) + value(1) + ... reaches need(sum of all), which is between 1 and that sum; or
@@ -210,14 +214,14 @@ DEV Found find(const Shared& shared, int count, Value value, Need need) {
         shared.found[1] = needed - before;
     }
     __syncthreads();
-    const Found result = needed <= total ? Found{(int)shared.found[0], shared.found[1], total} : Found{-1, 0, total};
+    const Found result = needed <= total ? Found{(int)shared.found[0], shared.found[1]} : Found{-1, 0};
     __syncthreads();
     return result;
 }
 
-// Likewise of the weight(id, logit) of every token.
+// Likewise of weight_of(id, logit) of every token; the sum reaches what is needed. Returns the token's id.
 template <bool RAW, class Weight, class Need>
-DEV Found find_token(const Row& row, const Shared& shared, Weight weight_of, Need need) {
+DEV int find_token(const Row& row, const Shared& shared, Weight weight_of, Need need) {
     const int lane = threadIdx.x % 32, num_warps = blockDim.x / 32;
     const int num_segments = (row.vocab + SEGMENT - 1) / SEGMENT;
     for (int segment = threadIdx.x / 32; segment < num_segments; segment += num_warps) {
@@ -232,15 +236,9 @@ DEV Found find_token(const Row& row, const Shared& shared, Weight weight_of, Nee
     }
     __syncthreads();
     const Found segment = find(shared, num_segments, [&](int i) { return shared.segments[i]; }, need);
-    if (segment.index < 0) return segment;
     const int start = segment.index * SEGMENT;
-    Found token = find(
-        shared, min(SEGMENT, row.vocab - start),
-        [&](int i) { return weight_of(start + i, read_logit<RAW>(row, start + i)); },
-        [&](uint64_t) { return segment.rest; });
-    token.index += start;
-    token.total = segment.total;
-    return token;
+    auto weight_at = [&](int i) { return weight_of(start + i, read_logit<RAW>(row, start + i)); };
+    return start + find(shared, min(SEGMENT, row.vocab - start), weight_at, [&](uint64_t) { return segment.rest; }).index;
 }
 
 // ---- thresholds -----------------------------------------------------------------------------------------------------
@@ -288,7 +286,7 @@ DEV Threshold select(const Row& row, const Shared& shared, float best, float bin
     auto linear_bin = [&](float logit) { return (int)fminf((best - logit) * bins_per_unit, BINS - 1.0f); };
     int bin = 0;
     uint32_t prefix = 0;                        // the upper bits of the key that are known
-    Found found = {0, 0, 0};
+    Found found = {0, 0};
     for (int level = 0; level < 4; level++) {   // the linear bin, then 11, 11 and 10 bits of the key
         const int shift = level == 1 ? 21 : level == 2 ? 10 : 0, known = level == 2 ? 21 : 10;
         const uint32_t mask = level == 3 ? 1023u : 2047u;
@@ -313,40 +311,34 @@ DEV Threshold select(const Row& row, const Shared& shared, float best, float bin
         if (found.index < 0) return KEEP_ALL;
         const bool is_ranked = counts[found.index] <= MAX_CANDIDATES;
         __syncthreads();                        // before the histogram is overwritten
-        if (level == 0) {
+        if (level == 0)
             bin = found.index;
-        } else {
+        else
             prefix = prefix << (level == 3 ? 10 : 11) | (mask - found.index);
-        }
         if (is_ranked) {
             auto is_found = [&](float logit) {
                 return linear_bin(logit) == bin && (level == 0 || order_key(logit) >> shift == prefix);
             };
-            rank<RAW>(row, shared,
-                      [&](int id, float logit) {
-                          const uint64_t own = value(id, logit);
-                          return own != 0 && is_found(logit) ? own : 0;
-                      },
-                      [&](int, uint64_t before, uint32_t key, int id, uint64_t own) {
-                          if (before < found.rest && found.rest <= before + own) {
-                              shared.found[0] = key;
-                              shared.found[1] = id;
-                          }
-                      });
+            auto value_if_found = [&](int id, float logit) {
+                const uint64_t own = value(id, logit);
+                return own != 0 && is_found(logit) ? own : 0;
+            };
+            rank<RAW>(row, shared, value_if_found, [&](int, uint64_t before, uint32_t key, int id, uint64_t own) {
+                if (before >= found.rest || found.rest > before + own) return;
+                shared.found[0] = key;
+                shared.found[1] = id;
+            });
             const Threshold threshold = {(uint32_t)shared.found[0], (int)shared.found[1]};
             __syncthreads();
             return threshold;
         }
     }
     // Many equal logits: the ids decide.
-    const Found last = find_token<RAW>(
-        row, shared,
-        [&](int id, float logit) { return order_key(logit) == prefix ? value(id, logit) : (uint64_t)0; },
-        [&](uint64_t) { return found.rest; });
-    return Threshold{prefix, last.index};
+    auto value_if_equal = [&](int id, float logit) {
+        return order_key(logit) == prefix ? value(id, logit) : (uint64_t)0;
+    };
+    return Threshold{prefix, find_token<RAW>(row, shared, value_if_equal, [&](uint64_t) { return found.rest; })};
 }
-
-// ---- random numbers -------------------------------------------------------------------------------------------------
 
 // Philox4x32-10 of counter (position, SAMPLE, choice, 0) and key `seed`: 53 random bits, as in cuda/philox.py.
 DEV uint64_t random_bits(uint64_t seed, int choice, int position) {
@@ -366,15 +358,7 @@ DEV uint64_t random_bits(uint64_t seed, int choice, int position) {
 }
 
 // The integer part of a b / 2^53. a < 2^53, b < 2^63
-DEV uint64_t scale_down(uint64_t a, uint64_t b) {
-    const uint64_t low = 0xffffffffu, a0 = a & low, a1 = a >> 32, b0 = b & low, b1 = b >> 32;
-    const uint64_t middle = (a0 * b0 >> 32) + (a1 * b0 & low) + (a0 * b1 & low);
-    const uint64_t high = a1 * b1 + (a1 * b0 >> 32) + (a0 * b1 >> 32) + (middle >> 32);
-    const uint64_t lower = middle << 32 | (a0 * b0 & low);
-    return high << 11 | lower >> 53;
-}
-
-// ---- kernels --------------------------------------------------------------------------------------------------------
+DEV uint64_t scale_down(uint64_t a, uint64_t b) { return (uint64_t)__umul64hi(a, b) << 11 | a * b >> 53; }
 
 // The log-softmax of the raw logits: of the `num_top` best tokens into the results, and what a logit is above it.
 DEV double report(const Row& row, const Shared& shared, float best, int num_top, int* result, float* logprobs) {
@@ -384,17 +368,16 @@ DEV double report(const Row& row, const Shared& shared, float best, int num_top,
     total = block_sum(total, shared.scratch);
     const double log_total = (double)best + log((double)total / (double)MASS_SCALE);
     if (num_top > 0) {
-        const Threshold last = select<true>(
-            row, shared, best, BINS_PER_UNIT, [](int, float logit) { return (uint64_t)(logit != NEG_INF); },
-            [&](uint64_t) { return (uint64_t)num_top; });
-        rank<true>(row, shared,
-                   [&](int id, float logit) {
-                       return (uint64_t)(logit != NEG_INF && is_kept(last, order_key(logit), id));
-                   },
-                   [&](int place, uint64_t, uint32_t key, int id, uint64_t) {
-                       result[4 + place] = id;
-                       logprobs[1 + place] = (float)((double)logit_of(key) - log_total);
-                   });
+        const Threshold last = select<true>(row, shared, best, BINS_PER_UNIT, One{}, [&](uint64_t) {
+            return (uint64_t)num_top;
+        });
+        auto is_listed = [&](int id, float logit) {
+            return (uint64_t)(logit != NEG_INF && is_kept(last, order_key(logit), id));
+        };
+        rank<true>(row, shared, is_listed, [&](int place, uint64_t, uint32_t key, int id, uint64_t) {
+            result[4 + place] = id;
+            logprobs[1 + place] = (float)((double)logit_of(key) - log_total);
+        });
         num_top = (int)*shared.counter;
     }
     if (threadIdx.x == 0) result[2] = num_top;
@@ -422,28 +405,21 @@ DEV int draw(const Row& row, const Shared& shared, float best, int position) {
     Filter filter = {KEEP_ALL, bounds[2], bounds[3], parameters, best};
     const int top_k = parameters->top_k;
     if (top_k > 0 && top_k < row.vocab)
-        filter.top_k = select<false>(
-            row, shared, best, BINS_PER_UNIT, [](int, float logit) { return (uint64_t)(logit != NEG_INF); },
-            [&](uint64_t) { return (uint64_t)top_k; });
+        filter.top_k = select<false>(row, shared, best, BINS_PER_UNIT, One{}, [&](uint64_t) { return (uint64_t)top_k; });
     Threshold top_p = KEEP_ALL;
     const double share = parameters->top_p;
+    auto kept_weight = [&](int id, float logit) {
+        const bool wanted = is_kept(top_p, order_key(logit), id) && passes(filter, id, logit);
+        return wanted ? weight(scale, logit) : (uint64_t)0;
+    };
     if (share < 1.0)
-        top_p = select<false>(
-            row, shared, best, bounds[1],
-            [&](int id, float logit) { return passes(filter, id, logit) ? weight(scale, logit) : (uint64_t)0; },
-            [&](uint64_t total) {
-                const uint64_t goal = (uint64_t)ceil(share * (double)total);
-                return goal < 1 ? (uint64_t)1 : goal < total ? goal : total;
-            });
+        top_p = select<false>(row, shared, best, bounds[1], kept_weight, [&](uint64_t total) {
+            const uint64_t goal = (uint64_t)ceil(share * (double)total);
+            return goal < 1 ? (uint64_t)1 : goal < total ? goal : total;
+        });
     const uint64_t number = random_bits(parameters->seed, parameters->choice, position);
-    return find_token<false>(
-               row, shared,
-               [&](int id, float logit) {
-                   const bool wanted = is_kept(top_p, order_key(logit), id) && passes(filter, id, logit);
-                   return wanted ? weight(scale, logit) : (uint64_t)0;
-               },
-               [&](uint64_t total) { return scale_down(number, total) + 1; })
-        .index;
+    auto place = [&](uint64_t total) { return scale_down(number, total) + 1; };
+    return find_token<false>(row, shared, kept_weight, place);
 }
 
 // A token for every row r of logits [R, V] whose slot slots[r] is not below 0, at positions[r] of its sequence: into
@@ -503,15 +479,11 @@ __global__ void __launch_bounds__(512, 1)
     raw_best = (uint32_t)block_max((uint64_t)raw_best, scratch);
     const uint32_t best_key = (uint32_t)(best >> 32);
 
-    int status = SAMPLED;
-    if (is_nan)
-        status = NOT_A_NUMBER;
-    else if (raw_best >= KEY_OF_INFINITY)
-        status = INFINITE;
-    else if (raw_best <= KEY_OF_MINUS_INFINITY)
-        status = ALL_MINUS_INFINITE;
-    else if (best_key <= KEY_OF_MINUS_INFINITY)
-        status = ALL_MASKED;
+    const Status status = is_nan                                ? NOT_A_NUMBER
+                          : raw_best >= KEY_OF_INFINITY       ? INFINITE
+                          : raw_best <= KEY_OF_MINUS_INFINITY ? ALL_MINUS_INFINITE
+                          : best_key <= KEY_OF_MINUS_INFINITY ? ALL_MASKED
+                                                              : SAMPLED;
     int token = 0;                              // of a failed row: one that can be fed on
     double log_total = 0.0;
     if (status == SAMPLED) {
@@ -523,12 +495,9 @@ __global__ void __launch_bounds__(512, 1)
         result[0] = token;
         result[1] = status;
         tokens[(size_t)slot * tokens_width + position] = token;
-        if (status == SAMPLED) {
-            if (own->num_top >= 0) result_logprobs[0] = (float)((double)row.logits[token] - log_total);
-            if (flags & PENALIZED) {
-                uint16_t* count = counts + (size_t)slot * vocab + token;
-                if (*count < 0xffff) *count += 1;
-            }
-        }
+        if (status != SAMPLED) return;
+        if (own->num_top >= 0) result_logprobs[0] = (float)((double)row.logits[token] - log_total);
+        uint16_t* count = counts + (size_t)slot * vocab + token;
+        if (flags & PENALIZED && *count < 0xffff) *count += 1;
     }
 }

@@ -68,10 +68,11 @@ def check_arguments(source: str, entry: str, arguments: Sequence[Any], array_typ
         elif argument is not None:
             if not isinstance(argument, array_types):
                 raise TypeError(f"{entry}: {parameter} is given {type(argument).__name__}")
-            if parameter.dtype not in (None, argument.dtype):
-                raise TypeError(f"{entry}: {parameter} is given {argument.dtype}{list(argument.shape)}")
-            if not argument.flags.c_contiguous:
-                raise TypeError(f"{entry}: {parameter} is given {list(argument.shape)} with strides {argument.strides}")
+            array: Any = argument
+            if parameter.dtype not in (None, array.dtype):
+                raise TypeError(f"{entry}: {parameter} is given {array.dtype}{list(array.shape)}")
+            if not array.flags.c_contiguous:
+                raise TypeError(f"{entry}: {parameter} is given {list(array.shape)} with strides {array.strides}")
 
 
 def _after_attributes(text: str, start: int) -> int:

@@ -73,8 +73,8 @@ class DeviceSampling:
         end = first_row + logits.shape[0]
         assert end <= self.max_rows, f"rows up to {end}, at most {self.max_rows}"
         sample(self.launcher, self._results[first_row:end], self._logprobs[first_row:end], tokens,
-                       logits=logits, slots=slots, positions=positions, allowed=allowed, allowed_rows=allowed_rows,
-                       **self._state)
+               logits=logits, slots=slots, positions=positions, allowed=allowed, allowed_rows=allowed_rows,
+               **self._state)
 
     def results(self, slots: Sequence[int] | Ints) -> Callable[[], Sampled]:
         """Of the rows from 0 on, one for each of `slots`, as they are at this place in the queue. What it returns

@@ -411,6 +411,13 @@ def test_presence_and_frequency_penalties_are_of_the_output() -> None:
     assert token(logits, sampling(frequency_penalty=-1.5), [0, 1], 1) == 1
 
 
+@pytest.mark.parametrize("count", [16, 17, 40, 300])
+def test_as_many_biases_as_one_likes(count: int) -> None:
+    logits = np.zeros(400, dtype=np.float32)
+    biases = tuple((i, 1.0 + (i == count - 1)) for i in range(count))
+    assert token(logits, sampling(logit_bias=biases)) == count - 1
+
+
 def test_bias_comes_after_the_penalties() -> None:
     logits = floats(2.0, 1.0)
     parameters = sampling(repetition_penalty=2.0, logit_bias=((1, 1.4),))

@@ -198,6 +198,7 @@ class EmulatorLauncher:
         self._not_in_capture("download")
         return array.copy()
 
+    # NOTE: what follows is used by cuda/device_runner.py, cuda/kernels/slot_sampling.py and tools.gpu_check: keep it.
     def download_async(self, array: NDArray[Any]) -> EmulatorDownload:
         self._not_in_capture("download_async")
         return EmulatorDownload(array)
@@ -274,9 +275,7 @@ class EmulatorLauncher:
             shared_bytes = _runtime().emu_shared_bytes()
             error = _runtime().emu_last_error() if failed else b""
         if failed:
-            text = re.sub(r"@(\S+)\+(0x[0-9a-f]+)", lambda found: build.source_line(found[1], found[2]),
-                          error.decode(errors="replace"))
-            raise EmulatorError(f"{instance.entry}: {text}")
+            raise EmulatorError(f"{instance.entry}: {_with_source_lines(error.decode(errors='replace'))}")
         if shared_bytes > instance.shared_bytes:
             raise ValueError(f"{instance.entry}: {shared_bytes} bytes of shared memory, its instance says "
                              f"{instance.shared_bytes}")
@@ -359,6 +358,12 @@ def _arrays(parameters: list[_Parameter], arguments: tuple[Any, ...]) -> ctypes.
         _Array(argument.__array_interface__["data"][0], argument.nbytes,
                min(argument.itemsize, parameter.alignment), parameter.is_constant, index)
         for index, parameter, argument in given))
+
+
+def _with_source_lines(error: str) -> str:
+    """The emulator's places "@library+0xoffset" and ASan's "(library+0xoffset)" as function and line of the source."""
+    text = error.partition("\n\nSUMMARY:")[0]
+    return re.sub(r"[@(](/[^\s+]+\.so)\+(0x[0-9a-f]+)\)?", lambda found: build.source_line(found[1], found[2]), text)
 
 
 def _describe(argument: Any) -> str:

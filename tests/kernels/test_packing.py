@@ -94,8 +94,8 @@ def test_scales_beyond_the_range_of_float16_keep_their_bits(launcher: EmulatorLa
 def test_five_bits_in_bytes_lose_no_more_than_the_rounding_of_their_own_range(launcher: EmulatorLauncher) -> None:
     rng = np.random.default_rng(0)
     scale = rng.uniform(0.01, 0.02, (16, 8)).astype(np.float32)
-    weight = Affine(rng.integers(0, 32, (16, 256), np.uint8), scale, rng.uniform(-0.3, -0.2, (16, 8)).astype(np.float32),
-                    8, 32)
+    offset = rng.uniform(-0.3, -0.2, (16, 8)).astype(np.float32)
+    weight = Affine(rng.integers(0, 32, (16, 256), np.uint8), scale, offset, 8, 32)
     error = np.abs(unpack_weight(pack_weight(launcher, weight, BF16)) - dequantize(weight)).max()
     assert error <= 17 * 0.02 * 2.0**-11
 

@@ -1,8 +1,6 @@
 """The device's table of blocks against a dictionary, also where keys collide."""
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,10 +18,10 @@ ROOT = bytes(16)
 
 
 @pytest.fixture(params=["forward", "reverse", "random", "races checked"])
-def launcher(request: pytest.FixtureRequest) -> Iterator[EmulatorLauncher]:
+def launcher(request: pytest.FixtureRequest) -> EmulatorLauncher:
     order = {"reverse": 1, "random": 2}.get(request.param, 0)
     sanitize = "race" if request.param == "races checked" else ""
-    yield EmulatorLauncher(order=order, sanitize=sanitize, specs=[prefix_lookup.SPEC])
+    return EmulatorLauncher(order=order, sanitize=sanitize, specs=[prefix_lookup.SPEC])
 
 
 def ids_of(number: int) -> tuple[int, ...]:
@@ -121,8 +119,9 @@ steps = st.lists(st.dictionaries(st.integers(0, NUM_BLOCKS - 1), st.none() | blo
 def test_equals_a_dictionary(changes: list[dict[int, tuple[int, int, int] | None]], order: int) -> None:
     launcher = EmulatorLauncher(order=order, specs=[prefix_lookup.SPEC])
     table, known = PrefixTable(launcher, NUM_BLOCKS), dict[int, tuple[int, int, int]]()
-    queries = [((key,), before, (ids,)) for key in range(4) for before in range(4) for ids in range(2)]
-    chains = [((a, b), before, (x, y)) for a in range(4) for b in range(4) for before in (0, 3) for x, y in ((0, 0), (0, 1))]
+    numbers = range(4)
+    queries = [((key,), before, (ids,)) for key in numbers for before in numbers for ids in (0, 1)]
+    chains = [((a, b), before, (0, ids)) for a in numbers for b in numbers for before in (0, 3) for ids in (0, 1)]
     for step in changes:
         for block_id, content in step.items():
             if content is None:

@@ -23,12 +23,19 @@ def test_what_is_not_given_is_left_to_the_engine() -> None:
 
 def test_every_flag_is_a_setting_of_the_engine() -> None:
     settings = {"device": "cpu", "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 64,
-                "kv_cache_memory": 1 << 20, "kv_dtype": "int8", "gpu_memory_utilization": 0.5, "seed": 3,
-                "generation_config": "none", "threads": 2}
+                "kv_cache_memory": 1 << 20, "kv_dtype": "int8", "seed": 3, "generation_config": "none", "threads": 2}
     argv = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     assert engine_config(parse(*argv)) == settings
     config = EngineConfig(**engine_config(parse(*argv)))
     assert settings.items() <= dataclasses.asdict(config).items()
+
+
+def test_the_share_of_memory_is_a_setting_too() -> None:
+    """Not beside --kv-cache-memory: both say how large the KV cache is."""
+    settings = engine_config(parse("--gpu-memory-utilization", "0.5"))
+    assert EngineConfig(**settings).gpu_memory_utilization == 0.5
+    with pytest.raises(ValueError, match="kv_cache_memory and gpu_memory_utilization"):
+        EngineConfig(**settings, kv_cache_memory=1 << 20)
 
 
 @pytest.mark.parametrize("dtype", ["auto", *KV_DTYPES])

@@ -1,0 +1,114 @@
+"""The engine whole on the CUDA back end, its kernels run by the emulator: the same tests as of the other back ends.
+
+Launched one step ahead and replayed as graphs, as on a GPU, where a test does not say otherwise.
+"""
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors import system
+from api.engine import Engine, EngineDead, SamplingParams
+from cuda.devices import Gpu
+from cuda.launcher import DeviceLost
+from tests.api import test_engine, test_engine_cache
+from tests.api.test_engine import GREEDY, MODELS, SEEDED, facts, prompts, run, tiny
+from tests.cuda_emulator.build import unavailable
+from tests.cuda_emulator.launcher import EmulatorLauncher
+
+pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+
+
+@pytest.fixture(autouse=True)
+def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "usable_gpu", lambda: Gpu("emulator", 90, 13000))
+    monkeypatch.setattr(system, "make_launcher", EmulatorLauncher)
+
+
+@pytest.mark.parametrize("kv_dtype", ["bf16", "int8", "fp8"])
+def test_batched_chunked_and_preempted_all_equal_alone(kv_dtype: str) -> None:
+    test_engine.test_batched_chunked_and_preempted_all_equal_alone("cuda", SEEDED, kv_dtype)
+
+
+@pytest.mark.parametrize(("model", "overlap", "tier"), [("gemma3", 1, 1 << 20), ("llama", 0, 0)])
+def test_evicted_swapped_and_preempted_equal_undisturbed(model: str, overlap: int, tier: int) -> None:
+    test_engine_cache.test_evicted_swapped_and_preempted_equal_undisturbed("cuda", model, overlap, tier)
+
+
+@pytest.mark.parametrize("test", [
+    test_engine.test_a_batch_mate_changes_nothing,
+    test_engine.test_a_fault_at_a_sequence_s_start_is_its_own,
+    test_engine_cache.test_a_burst_computes_its_prefix_once,
+    test_engine_cache.test_a_row_that_fails_leaves_its_batch_mates_of_the_same_prompt_alone,
+    test_engine_cache.test_a_fault_in_a_step_leaves_nothing_to_be_found,
+], ids=lambda test: test.__name__)
+def test_as_on_the_other_back_ends(test: Callable[[str], None]) -> None:
+    test("cuda")
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma3"])
+def test_hits_and_choices(model: str) -> None:
+    test_engine_cache.test_a_hit_equals_a_cold_start("cuda", model)
+    test_engine_cache.test_choices_equal_each_alone("cuda", model, 20)
+
+
+def test_greedy_tokens_are_the_golden_ones() -> None:
+    test_engine.test_greedy_tokens_are_the_golden_ones("cuda", "llama")
+
+
+@pytest.mark.parametrize("fault", [np.nan, np.inf, -np.inf])
+def test_a_row_without_usable_logits_fails_alone(fault: float) -> None:
+    test_engine.test_a_row_without_usable_logits_fails_alone("cuda", fault)
+
+
+def test_a_lost_device_ends_the_engine() -> None:
+    async def main() -> None:
+        async with Engine.start(str(MODELS / "llama"), device="cuda", kv_cache_memory=1 << 20) as engine:
+            def lose(*_: object) -> None:
+                raise DeviceLost("an illegal memory access was encountered")
+
+            engine._system.runner.on_logits = lose
+            done = await asyncio.gather(*(engine.complete(prompt, GREEDY) for prompt in prompts(3)),
+                                        return_exceptions=True)
+            assert [type(error) for error in done] == [EngineDead] * 3
+            assert "illegal memory access" in str(done[0])
+            with pytest.raises(EngineDead, match="illegal memory access"):
+                await engine.complete([5], GREEDY)
+
+    run(main)
+
+
+@pytest.mark.parametrize(("config", "message"), [
+    ({"dtype": "float32"}, "dtype float32: on CUDA activations are bfloat16 or float16"),
+    ({"kv_dtype": "float32"}, "kv_dtype float32: the cuda back end has bf16, int8, fp8"),
+    ({"kv_dtype": "bf16", "dtype": "float16"}, "kv_dtype bf16: the cuda back end has fp16, int8, fp8"),
+])
+def test_settings_that_it_does_not_have_are_refused(config: dict[str, Any], message: str) -> None:
+    async def main() -> None:
+        with pytest.raises(ValueError, match=message):
+            async with tiny("cuda", **config):
+                pass
+
+    run(main)
+
+
+def test_what_runs_beside_is_not_seen_without_deterministic_either() -> None:
+    """In the default mode a row may differ in its last bits, so that only tokens with a clear lead are compared."""
+    async def main() -> None:
+        async with tiny("cuda", deterministic=False) as engine:
+            assert engine.info.device == "cuda"
+            sampling = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=2)
+            alone = [await engine.complete(prompt, sampling) for prompt in prompts(4)]
+            together = await asyncio.gather(*(engine.complete(prompt, sampling) for prompt in prompts(4)))
+            for one, other in zip(alone, together, strict=True):
+                for first, second in zip(one.logprobs, other.logprobs, strict=True):
+                    if first.top[0].logprob - first.top[1].logprob < 0.05:
+                        break
+                    assert first.token_id == second.token_id
+            assert facts(alone[0])[0]
+
+    run(main)
