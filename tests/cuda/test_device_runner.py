@@ -21,6 +21,8 @@ from cuda.sampler import SlotSampling
 from tests.cuda.test_golden_models import GREEDY, tiny_model
 from tests.cuda_emulator.build import unavailable
 from tests.cuda_emulator.launcher import EmulatorLauncher
+from tools.gpu_models import DEFAULT_SHAPE, ModelSizes, check_greedy_tokens, random_model
+from tools.gpu_report import Report
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
@@ -225,3 +227,24 @@ def test_a_row_that_is_not_finite_fails_alone() -> None:
     outputs = [step(running, [(1, 0, 10), (2, 0, 10)]), *(step(running, []) for _ in range(2))]
     assert tokens_of(outputs, 1) == expected
     assert [[row for row, _ in output.sampled.failed] for output in outputs] == [[1]] * 3
+
+
+@pytest.mark.parametrize(("model", "norms"), [("llama", 0), ("qwen3", 0), ("gemma3", 2)])
+def test_a_decode_step_takes_eight_kernels_a_layer(model: str, norms: int) -> None:
+    """And two more where a model has norms after attention and FFN. Outside of layers: rows, embedding, the two arrays
+    whose last rows are taken, norm, head and sampling."""
+    running = runner(model)
+    start(running, 0, prompt(1, 10))
+    step(running, [(0, 0, 10)])
+    for _ in range(3):
+        before = running.launcher.num_launches  # type: ignore[attr-defined]
+        step(running, [])
+        launches = running.launcher.num_launches - before  # type: ignore[attr-defined]
+        assert launches <= (8 + norms) * running.spec.num_layers + 7
+
+
+def test_two_layers_of_the_default_model() -> None:
+    """Its widths and vocabulary, seeded weights: tools.gpu_check's own check, which names any token that differs."""
+    spec = dataclasses.replace(DEFAULT_SHAPE, layers=DEFAULT_SHAPE.layers[:2])
+    report = Report(minutes=1.0)
+    check_greedy_tokens(EmulatorLauncher(), spec, random_model(spec), ModelSizes(prompt=20, answer=4), report)
