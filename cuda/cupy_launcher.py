@@ -8,6 +8,7 @@ import importlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -63,22 +64,30 @@ class CupyEvent:
 class CupyDownload:
     """Holds a part of CuPy's pinned pool until `get`."""
 
+    _pinned: NDArray[Any] | None = None
+
     def __init__(self, launcher: CupyLauncher, array: DeviceArray) -> None:
-        self._pinned = launcher.pinned(array.shape, array.dtype)
-        launcher.copy(self._pinned, array)
+        pinned = launcher.pinned(array.shape, array.dtype)
+        launcher.copy(pinned, array)
         self._event = launcher.record()
-        self._result: NDArray[Any] | None = None
+        self._pinned, self._result = pinned, np.empty(array.shape, array.dtype)
 
     @property
     def done(self) -> bool:
         return self._event.done
 
     def get(self) -> NDArray[Any]:
-        if self._result is None:
+        if self._pinned is not None:
             self._event.wait()
-            self._result = self._pinned.copy()
-            del self._pinned
+            self._result[...] = self._pinned
+            self._pinned = None
         return self._result
+
+    def __del__(self) -> None:
+        # Who drops it unread must not give memory back that the device still writes to.
+        if self._pinned is not None:
+            with suppress(RuntimeError):
+                self._event.wait()
 
 
 class CupyGraph:

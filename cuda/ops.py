@@ -76,8 +76,10 @@ class Ops(Protocol):
         """Memory for the tier; None where it is the same that `available_bytes` counts."""
         ...
 
-    def prepared_bytes(self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, max_position: int) -> int:
-        """Memory that `prepare` will take, workspace included where it is worth a word."""
+    def prepared_bytes(self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, max_position: int,
+                       max_num_seqs: int) -> int:
+        """Memory that weights, the workspace of a step and the state of `max_num_seqs` slots will take, where these are
+        worth a word."""
         ...
 
     def prepare(self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, max_position: int) -> ModelWeights:

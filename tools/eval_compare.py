@@ -31,7 +31,10 @@ class WindowModel:
 
     def __init__(self, config: EngineConfig, window_size: int, progress: Callable[[str], None]) -> None:
         """Raises: ValueError for a model or setting that cannot be used."""
-        device, _ = choose_device(config.device)
+        # Its batches and logits are the host's own arrays.
+        if config.device == "cuda":
+            raise ValueError("--device cuda: compare runs on cpu; perplexity runs on cuda too")
+        device, _ = choose_device("cpu" if config.device == "auto" else config.device)
         model = open_model(resolve(config.model, progress).path)
         spec = model.spec
         if window_size > spec.max_position:

@@ -1,4 +1,4 @@
-"""Is the CUDA back end right on this GPU, and how fast: python -m tools.gpu_check [--minutes 5] [--model PATH]
+"""Is the CUDA back end right on this GPU, and how fast? One table.
 
 All kernel cases against their references, a whole model's greedy tokens, then copies, launches, kernels and steps
 beside what the device could do. Rows are written as they are measured; what the minutes do not allow is told. Needs no
@@ -28,6 +28,7 @@ from cuda.kernels.run_case import run_case
 from cuda.kernels.types import BF16
 from cuda.launcher import DeviceLost, Launcher
 from tools import gpu_measure
+from tools.gpu_compile import all_instances, compile_instances
 from tools.gpu_measure import SKINNY_TARGETS, Ceilings, Sizes
 from tools.gpu_models import (
     DEFAULT_SHAPE,
@@ -39,7 +40,6 @@ from tools.gpu_models import (
 )
 from tools.gpu_report import Report
 from tools.json_report import check_report_path, write_report
-from tools.precompile import all_instances, compile_instances
 from weights.load import ModelWeights, open_model
 from weights.spec import ModelSpec
 
@@ -76,7 +76,7 @@ def check(launcher: Launcher, plan: Plan, report: Report) -> None:
     report.attempt("ceilings", "copies and products",
                    partial(gpu_measure.measure_ceilings, launcher, sizes, report, ceilings))
     if not ceilings.flops_per_s:
-        report.add("speed", "all shares: the ceilings are not known", "not measured")
+        report.add("speed", "all shares", "not measured", message="the ceilings are not known")
         return
     _measure_attention(launcher, sizes, report, ceilings)
     for kind in SKINNY_TARGETS:
@@ -86,6 +86,12 @@ def check(launcher: Launcher, plan: Plan, report: Report) -> None:
     for shape in sizes.projections:
         report.attempt("cuBLAS", f"N {shape[0]}, K {shape[1]}", partial(
             gpu_measure.measure_cublas, launcher, sizes, report, ceilings, shape))
+    for num_rows in sizes.sampled_rows:
+        report.attempt("sampling", f"{num_rows} rows", partial(
+            gpu_measure.measure_sampling, launcher, sizes, report, ceilings, num_rows))
+    for num_requests in sizes.lookups:
+        report.attempt("prefix lookup", f"of {num_requests}", partial(
+            gpu_measure.measure_prefix_lookup, launcher, sizes, report, num_requests))
     report.attempt(f"model of {plan.steps_of.num_layers} layers of {plan.steps_of.hidden_size}", "steps", partial(
         measure_steps, launcher, plan.steps_of, plan.model_sizes, report, ceilings))
 
@@ -161,7 +167,7 @@ def finish(launcher: Launcher, plan: Plan, report: Report, argv: Sequence[str], 
         print(f"\nthe device is lost: {error}")
     missing = sum(row.verdict == "not measured" for row in report.rows)
     print(f"\n{len(report.rows)} rows, {report.num_wrong} wrong"
-          + (f", {missing} not measured: the minutes were over" if missing else ""), flush=True)
+          + (f", {missing} not measured" if missing else ""), flush=True)
     if json_path is not None:
         write_report(json_path, "gpu_check", argv, {"device": launcher.name, "rows": report.document()})
     return 1 if report.num_wrong else 0

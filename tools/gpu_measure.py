@@ -1,27 +1,32 @@
 """How fast copies, launches and kernels are on a GPU, each beside what the device could do."""
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cuda.kernels import decode_attention, prefill_attention
+from cuda.kernels import decode_attention, prefill_attention, prefix_lookup
 from cuda.kernels.gemm import skinny_gemm
 from cuda.kernels.packing import DeviceDense, DeviceWeight, pack_weight
+from cuda.kernels.prefix_lookup import BLOCK_WORDS, KEY_BYTES, PrefixTable, Query
 from cuda.kernels.rms_norm import rms_norm
+from cuda.kernels.slot_sampling import DeviceSampling
 from cuda.kernels.types import BF16
 from cuda.launcher import DeviceArray, Launcher
 from cuda.ops import BLOCK_SIZE
+from cuda.sampler import SlotSampling
 from tools.gpu_report import Report
 from weights.quant import Affine, Dense, Weight
 
 Call = Callable[[], None]
+
+GREEDY = SlotSampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0,
+                      repetition_penalty=1.0, logit_bias=(), min_tokens=0, stop_ids=(), seed=0, choice=0, logprobs=None)
 
 DECODE_ATTENTION_TARGET = 0.80              # of the copy bandwidth, from this many bytes of KV on
 DECODE_ATTENTION_MB = 32
@@ -47,6 +52,10 @@ class Sizes:
     projections: tuple[tuple[int, int], ...] = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     cublas_rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
+    vocab: int = 128256
+    sampled_rows: tuple[int, ...] = (1, 32, 128)
+    lookups: tuple[int, ...] = (1, 32, 128)         # requests that arrive at once,
+    lookup_tokens: int = 4096                       # of so many tokens each
 
 
 @dataclass(slots=True)
@@ -142,13 +151,7 @@ def measure_launches(launcher: Launcher, sizes: Sizes, report: Report) -> None:
                        ("512 bytes to the host, waited for", lambda: launcher.download_async(device).get())):
         call()
         launcher.synchronize()
-        times = []
-        for _ in range(20):
-            begin_s = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - begin_s)
-            launcher.synchronize()
-        report.add(part, what, us=1e6 * statistics.median(times))
+        report.add(part, what, us=1e6 * _median_s(call))
 
 
 def measure_ceilings(launcher: Launcher, sizes: Sizes, report: Report, ceilings: Ceilings) -> None:
@@ -306,6 +309,84 @@ def measure_cublas(launcher: Launcher, sizes: Sizes, report: Report, ceilings: C
                          None, us=1e6 * seconds, gb_per_s=size / seconds / 1e9)
 
 
+# ---- Beside the forward pass
+
+def measure_sampling(launcher: Launcher, sizes: Sizes, report: Report, ceilings: Ceilings, num_rows: int) -> None:
+    logits = _random(launcher, (num_rows, sizes.vocab), np.float32)
+    tokens = launcher.zeros((num_rows, 2), np.int32)
+    slots = launcher.upload(np.arange(num_rows, dtype=np.int32))
+    positions = launcher.upload(np.ones(num_rows, np.int32))
+    filtered = replace(GREEDY, temperature=1.0, top_k=50, top_p=0.9)
+    penalized = replace(GREEDY, repetition_penalty=1.1, logprobs=5)
+    for what, sampling in (("greedy", GREEDY), ("temperature 1, top-k 50, top-p 0.9", filtered),
+                           ("a penalty and 5 logprobs", penalized)):
+        sampler = DeviceSampling(launcher, num_rows, sizes.vocab)
+        for slot in range(num_rows):
+            sampler.start(slot, sampling, [1], 1)
+        sampler.flush()
+
+        def call(sampler: DeviceSampling = sampler) -> None:
+            sampler.sample(tokens, logits, slots, positions)
+
+        seconds = seconds_per_call(launcher, [call], sizes.target_s)
+        size = 4 * num_rows * sizes.vocab
+        report.add_share("sampling", f"{num_rows} rows of {sizes.vocab}, {what}", size / seconds / ceilings.bytes_per_s,
+                         None, mb=size / 1e6, us=1e6 * seconds)
+
+
+def measure_prefix_lookup(launcher: Launcher, sizes: Sizes, report: Report, num_requests: int) -> None:
+    """All blocks of all requests found, in a table that holds as many requests as are ever asked for: the longest that
+    it takes. Beside it the KV pool's own map, asked for the same keys."""
+    from actors.policy.prefix_index import PrefixIndex  # the rest of the check runs without the actors
+
+    num_each = sizes.lookup_tokens // BLOCK_SIZE
+    num_blocks = max(sizes.lookups) * num_each
+    random = np.random.default_rng(0)
+    root = bytes(KEY_BYTES)
+    token_ids = random.integers(0, 1 << 17, (num_blocks, BLOCK_SIZE)).tolist()
+    keys = [random.bytes(KEY_BYTES) for _ in range(num_blocks)]
+    chains = [range(begin, begin + num_each) for begin in range(0, num_requests * num_each, num_each)]
+    parents = [root if block % num_each == 0 else keys[block - 1] for block in range(num_blocks)]
+    table = PrefixTable(launcher, num_blocks)
+    table.insert(keys, parents, range(num_blocks), token_ids)
+    queries = [Query(root, tuple(keys[chain.start:chain.stop]),
+                     [token_id for block in chain for token_id in token_ids[block]]) for chain in chains]
+    answers = table.look_up(queries)()
+    assert answers == [tuple(chain) for chain in chains], "a block that is in the table is not found"
+    pool_index = PrefixIndex(num_blocks)
+    for block_id, parent, key, ids in zip(range(num_blocks), parents, keys, token_ids, strict=True):
+        pool_index.add(block_id, parent, key, tuple(ids))
+
+    def on_host() -> list[int]:
+        return [pool_index.count_leading(query.keys) for query in queries]
+
+    assert on_host() == [num_each] * num_requests, "the pool's map has them all"
+    places = launcher.upload(np.full(num_blocks, -1, np.int32))
+    blocks = launcher.empty((num_blocks, BLOCK_WORDS), np.int32)
+    entries = launcher.empty(prefix_lookup.capacity_for(num_blocks), np.int32)
+    changes = prefix_lookup.change_rows({block_id: (key + parent, ids) for block_id, (key, parent, ids) in enumerate(
+        zip(keys, parents, token_ids, strict=True))}, ())
+    prefix_lookup.clear_table(launcher, entries)
+    prefix_lookup.apply_changes(launcher, entries, places, blocks, launcher.upload(changes), 0)
+    starts, roots, lines = map(launcher.upload, prefix_lookup.query_rows(queries))
+    hits, found = launcher.empty(num_requests, np.int32), launcher.empty(lines.shape[0], np.int32)
+    kernel_s = seconds_per_call(launcher, [lambda: prefix_lookup.look_up(
+        launcher, hits, found, entries, blocks, starts, roots, lines, 0)], sizes.target_s)
+    what = f"{num_requests} of {sizes.lookup_tokens} tokens, {num_blocks} blocks in the table"
+    for how, seconds in (("the kernel", kernel_s), ("until it is queued", _median_s(lambda: table.look_up(queries))),
+                         ("answered", _median_s(lambda: table.look_up(queries)())), ("the map", _median_s(on_host))):
+        report.add("prefix lookup", f"{what}: {how}", us=1e6 * seconds)
+
+
+def _median_s(call: Callable[[], object]) -> float:
+    times, results = [], []
+    for _ in range(20):
+        begin_s = time.perf_counter()
+        results.append(call())              # kept: a download that is dropped is waited for
+        times.append(time.perf_counter() - begin_s)
+    return statistics.median(times)
+
+
 def _copied(launcher: Launcher, weight: DeviceWeight) -> DeviceWeight:
     """The same numbers at another place."""
     def copied(array: DeviceArray | None) -> DeviceArray | None:
@@ -317,5 +398,5 @@ def _copied(launcher: Launcher, weight: DeviceWeight) -> DeviceWeight:
 
     if isinstance(weight, DeviceDense):
         return DeviceDense(copied(weight.data))
-    return dataclasses.replace(weight, codes=copied(weight.codes), scales=copied(weight.scales),
+    return replace(weight, codes=copied(weight.codes), scales=copied(weight.scales),
                                offsets=copied(weight.offsets))

@@ -1,4 +1,4 @@
-"""Compiles CUDA kernels ahead of their first use, into CuPy's disk cache: python -m tools.precompile [--model PATH]
+"""Compiles CUDA kernels ahead of their first use, into CuPy's disk cache.
 
 With --model those that this model uses, by running one step of every kind; without it all there are.
 """
@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import argparse
 import logging
-import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from typing import Any
 
@@ -21,12 +19,13 @@ from cuda.device_runner import DeviceRunner
 from cuda.devices import NoGpu, usable_gpu
 from cuda.kernels.gemm import TOKEN_TILES
 from cuda.kernels.ops import KernelOps
-from cuda.kernels.registry import KERNELS
+from cuda.kernels.prefix_lookup import KEY_BYTES
 from cuda.kernels.types import BF16, FP16
 from cuda.kv_cache import kv_groups
 from cuda.launcher import Launcher
 from cuda.ops import BLOCK_SIZE, KVDtype
-from cuda.sampler import SlotSampling
+from tools.gpu_compile import all_instances, compile_instances
+from tools.gpu_measure import GREEDY
 from weights.load import LayerWeights, ModelWeights, open_model
 from weights.quant import Affine, Linear
 from weights.spec import LayerSpec, ModelSpec
@@ -35,41 +34,7 @@ log = logging.getLogger("troupe.precompile")
 
 PREFILL = 40                                # tokens: more than the kernels for few of them take
 DECODE_ROWS = tuple(8 * tiles for tiles in TOKEN_TILES) + (PREFILL,)
-GREEDY = SlotSampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0,
-                      repetition_penalty=1.0, logit_bias=(), min_tokens=0, stop_ids=(), seed=0, choice=0, logprobs=None)
 
-
-# ---- All of them
-
-_launcher: Launcher | None = None           # of a worker
-
-
-def _compile(source: str, entry: str) -> float:
-    """In a worker. Seconds."""
-    global _launcher
-    if _launcher is None:
-        from cuda.cupy_launcher import CupyLauncher
-        _launcher = CupyLauncher()
-    begin_s = time.perf_counter()
-    _launcher.compile(source, [entry])
-    return time.perf_counter() - begin_s
-
-
-def all_instances() -> list[tuple[str, str]]:
-    """Source and entry of each."""
-    return [(spec.source, instance.entry) for spec in KERNELS for instance in spec.instances]
-
-
-def compile_instances(instances: Sequence[tuple[str, str]], num_workers: int) -> int:
-    """(source, entry) each, by processes beside each other: the compiler's threads wait for each other. How many."""
-    with ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn")) as pool:
-        tasks = {pool.submit(_compile, *instance): instance for instance in instances}
-        for done, task in enumerate(as_completed(tasks), start=1):
-            log.info("%d of %d: %s, %.2f s", done, len(tasks), tasks[task][1], task.result())
-    return len(instances)
-
-
-# ---- Those of a model
 
 def run_every_step(launcher: Launcher, spec: ModelSpec, weights: ModelWeights, dtype: np.dtype[Any] = BF16,
                    kv_dtype: KVDtype | None = None, deterministic: bool = False) -> None:
@@ -98,6 +63,11 @@ def run_every_step(launcher: Launcher, spec: ModelSpec, weights: ModelWeights, d
             runner.end(slot)
     first, other = [[(group, *pair) for group in range(num_groups)] for pair in ((0, 0), (0, 1))]
     runner.move_blocks(first, other, [(group, 1) for group in range(num_groups)], first)
+    runner.keep_index(1)
+    key, ids = bytes(range(KEY_BYTES)), [1] * BLOCK_SIZE
+    for _ in range(3):                      # the table is built anew at the third
+        runner.change_index([(0, key, key, ids)])
+        runner.look_up([(key, [key], ids)])()
     launcher.synchronize()
 
 

@@ -90,7 +90,8 @@ class HostOps:
     def tier_memory_bytes(self) -> int | None:
         return None
 
-    def prepared_bytes(self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, max_position: int) -> int:
+    def prepared_bytes(self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, max_position: int,
+                       max_num_seqs: int) -> int:
         return weights.nbytes
 
     def prepare(self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, max_position: int) -> ModelWeights:

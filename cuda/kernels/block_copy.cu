@@ -1,7 +1,7 @@
 // Whole KV blocks from one cache to another or within one, and blocks filled with a byte.
 //
-// A cache array is [layers, N, block]: a block is `units` times 16 bytes in each layer. Block (x, y, z) of the grid is a
-// part of pair x in layer y: its threads move every gridDim.z * blockDim.x -th unit.
+// A cache array is [layers, N, block]: a block is `units` times 16 bytes in each layer. Block (x, y, z) of the grid is
+// a part of pair x in layer y: its threads move every gridDim.z * blockDim.x -th unit.
 // The pairs of a launch run in any order: none may write what another one reads or writes. A negative id: no pair.
 #include "common.cuh"
 

@@ -199,6 +199,26 @@ DEV float2 unpack_pair(uint32_t pair) {
         return __half22float2(as_half2(pair));
 }
 
+// (value & mask) | bits and (value & mask) ^ bits, as one instruction where the compiler, given constants, takes two.
+DEV uint32_t and_or(uint32_t value, uint32_t mask, uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+    uint32_t result;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;\n" : "=r"(result) : "r"(value), "r"(mask), "r"(bits));
+    return result;
+#else
+    return (value & mask) | bits;
+#endif
+}
+DEV uint32_t and_xor(uint32_t value, uint32_t mask, uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+    uint32_t result;
+    asm("lop3.b32 %0, %1, %2, %3, 0x6a;\n" : "=r"(result) : "r"(value), "r"(mask), "r"(bits));
+    return result;
+#else
+    return (value & mask) ^ bits;
+#endif
+}
+
 // Element by element, rounded to T.
 template <class T>
 DEV uint32_t subtract_pairs(uint32_t a, uint32_t b) {

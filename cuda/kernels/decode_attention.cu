@@ -2,8 +2,8 @@
 // Attention of a few new rows of a sequence over its paged KV cache, on tensor cores: decoding, and the verification of
 // drafts. Memory sets the pace, so every key and value is read once for all rows and heads that want it.
 //
-// A block takes one item of a work list for one tile of query heads; grid (items, G * tiles of a kv head's query heads),
-// 4 warps. An item is 1 to 8 rows of one sequence and at most 512 keys of it (a split). Its rows and the heads of the
+// A block takes one item of a work list for one tile of query heads; grid (items, G * tiles of a kv head's queries), 4
+// warps. An item is 1 to 8 rows of one sequence and at most 512 keys of it (a split). Its rows and the heads of the
 // tile, at most 16 together, are the 16 rows of the matrix fragments. Warp w owns each block of 16 keys whose number is
 // w modulo 4: it copies them by itself through a ring in shared memory (keys and values of a tile are two halves of it)
 // and keeps a running softmax, so that the loop has no barrier of the block. At the end the four warps merge, and if
@@ -16,19 +16,20 @@
 // which means e4m3, then k_scale, v_scale float32 [N, G, 16]; block_table [rows, table_width]; work [items, 8]: first
 // row, number of rows (0: nothing to do), position of the first row, row of block_table, first key, number of this
 // split, number of splits, first partial of them all. partials: of each split and tile 16 rows of D sums, then of each
-// row its largest score and its sum of weights; counters [splits * tiles] are 0 before and after. sinks [H], null: none.
+// row its largest score and its sum of weights; counters [splits * tiles]: 0 before and after. sinks [H], null: none.
 // score_scale, softcap: scale * log2(e) and 0; with a soft cap, 2 scale log2(e) / cap and cap * log2(e).
 // A row sees keys j with position - window < j <= position.
 //
 // A sum over a head's dimensions may run in any order that both operands share: lane t of a group of four takes
 // CHUNK_DIMS consecutive ones, 16 bytes of a key, instead of the fragment's own pairs. For codes the same is done with
 // the columns of the values: a lane takes 4 consecutive ones of four tokens.
-// Not handled: D beyond HEAD_DIM or no multiple of 8; dimensions from D to HEAD_DIM are zeros, and cost as others do.
+// Not handled: D beyond HEAD_DIM or no multiple of 8; dimensions from D to HEAD_DIM are zeros, and cost as others do. A
+// value that is not finite may reach rows of its own item that do not see it: zero times NaN.
 // Source: FlashAttention-2, arXiv:2307.08691; Flash-Decoding (splits); the ring of each warp, own.
 
 constexpr int BLOCK_SIZE = 16, WARPS = 4, ROWS = 16, SPLIT_KEYS = 512;
 
-template <class T, class KV, int HEAD_DIM>
+template <class KV, int HEAD_DIM>
 struct Layout {
     static constexpr bool CODED = sizeof(KV) == 1;
     static constexpr int CHUNK_DIMS = 16 / (int)sizeof(KV);              // of 16 bytes
@@ -79,7 +80,7 @@ decode_attention(T* __restrict__ out, const T* __restrict__ qkv, const KV* __res
                  const int* __restrict__ block_table, const int* __restrict__ work, float* partials, int* counters,
                  const float* __restrict__ sinks, int num_heads, int num_kv_heads, int head_dim, int table_width,
                  int window, float score_scale, float softcap) {
-    using L = Layout<T, KV, HEAD_DIM>;
+    using L = Layout<KV, HEAD_DIM>;
     constexpr bool BF16 = is_bf16<T>::value, CODED = L::CODED;
     constexpr int CHUNKS = L::CHUNKS, CHUNK_DIMS = L::CHUNK_DIMS, HALVES = L::HALVES;
     SHARED_DYNAMIC(unsigned char, shared);

@@ -22,6 +22,7 @@ MAX_ROWS = 8                                # of an item
 SPLIT_KEYS = 512
 HEAD_DIMS = (64, 128, 256)                  # that are compiled; others run as the next larger one
 SMALL_HEAD_DIM = 32                         # beside them, for bfloat16 throughout: what tests of whole models use
+REGISTERS = {32: 96, 64: 128, 128: 168, 256: 255}
 NO_WINDOW = 1 << 30                         # wider than any context
 LOG2_E = math.log2(math.e)
 
@@ -128,7 +129,7 @@ def _entry(dtype: Any, kv_dtype: Any, head_dim: int) -> str:
 
 def _shared_bytes(head_dim: int, kv_dtype: Any) -> int:
     """Of the copy rings or of the merge, which come one after the other."""
-    itemsize = np.dtype(kv_dtype).itemsize
+    itemsize: int = np.dtype(kv_dtype).itemsize
     data = BLOCK_SIZE * head_dim * itemsize
     halves, scales = 3 if data > 4096 else 4, 2 * BLOCK_SIZE * 4 if itemsize == 1 else 0
     return max(WARPS * halves * (data + scales), WARPS * TILE_ROWS * (head_dim + 2) * 4)
@@ -179,7 +180,8 @@ INT8, FP8 = CODES
 SPEC = KernelSpec(
     name="decode_attention",
     source=SOURCE,
-    instances=tuple(Instance(_entry(dtype, kv_dtype, head_dim), WARPS * 32, 255, _shared_bytes(head_dim, kv_dtype) + 16)
+    instances=tuple(Instance(_entry(dtype, kv_dtype, head_dim), WARPS * 32, REGISTERS[head_dim],
+                             _shared_bytes(head_dim, kv_dtype) + 128)
                     for dtype in ACTIVATION_TYPES for kv_dtype in (dtype, *CODES)
                     for head_dim in _head_dims(dtype, kv_dtype)),
     run=_run,

@@ -1,8 +1,8 @@
 // Rows of the embedding as the residual stream: out [T, C] float32 = scale * table [V, C] at token_ids [T].
 //
-// The table has a layout of packing.py, so that a tied head reads the same memory: dense rows of T, or codes of BITS with
-// a float16 scale and offset a group. A thread gathers four elements beside each other, which the codes' order leaves
-// together; grid (T, C / 4 / blockDim.x rounded up). A negative id gives a row of zeros.
+// The table has a layout of packing.py, so that a tied head reads the same memory: dense rows of T, or codes of BITS
+// with a float16 scale and offset a group. A thread gathers four elements beside each other, which the codes' order
+// leaves together; grid (T, C / 4 / blockDim.x rounded up). A negative id gives a row of zeros.
 // Not handled: C that is no multiple of 4; ids beyond the table.
 #include "common.cuh"
 

@@ -9,23 +9,25 @@
 //   four quarters, at units * q / 4. A quarter is summed unit by unit; then ((q0 + q1) + q2) + q3.
 //   Dense: a unit is two mma onto the sum.
 //   Codes: every SPAN inputs, SPAN / 16 mma form the product of tokens and centred codes, exact in T, from zero; then
-//   sum = fma(scale, product, sum) and, with OFFSETS, sum = fma(offset, sum of the token over the span, sum). The latter
-//   comes from mma with ones.
-// Lane 4g + t of a warp holds rows g and g + 8 of a tile of weights and reads 16 bytes of each at a time: see packing.py
-// for the inputs in them. Inputs beyond K are zeros.
+//   sum = fma(scale, product, sum) and, with OFFSETS, sum = fma(offset, sum of the token over the span, sum). The
+//   latter comes from mma with ones.
+// Lane 4g + t of a warp holds rows g and g + 8 of a tile of weights and reads 16 bytes of each at a time: packing.py
+// says which inputs lie in them. Inputs beyond K are zeros.
 //
-// skinny_gemm  is for few tokens: a block computes 16 or 32 rows (ROW_TILES) for 8 to 32 tokens (TOKEN_TILES); its four
-//              warps are the quarters. Each lane copies its own weights into a ring of its own, some kilobytes ahead for
-//              a warp, and nothing but the scales is handed from lane to lane. grid (tokens, rows).
+// skinny_gemm  is for few tokens: a block computes 16 or 32 rows (ROW_TILES) for 8 to 32 tokens (TOKEN_TILES); its
+//              four warps are the quarters. Each lane copies its own weights into a ring of its own, some kilobytes
+//              ahead for a warp; nothing but scales is handed from lane to lane. grid (tokens, rows).
 // tile_gemm    is for many: a block of eight warps computes 128 rows for 64 tokens, all quarters one after the other,
 //              from stages in shared memory; a warp computes 32 x 32. grid (tokens, rows).
 //
-// T is the type of activations and dense weights; BITS of a weight: 16 (dense, of T), 8 or 4; SPAN 32, or 16 for codes in
-// groups of 16. x, weight: 16-byte aligned, K a multiple of 8 (dense) or of the group. scales, offsets: [N, chunks of 8
-// groups], null where there are none. bias may be null. Results go to out or, as float32, to logits, the other one is null;
-// softcap, where it is not 0, is for logits. activation: 0 none, 1 silu, 2 tanh's gelu; 1 and 2: rows 0-7 of each 16 are
-// gates of rows 8-15, and columns half as many.
+// T is the type of activations and dense weights; BITS of a weight: 16 (dense, of T), 8 or 4; SPAN: 32, or 16 for codes
+// in groups of 16. x, weight: 16-byte aligned, K a multiple of 8 (dense) or of the group. scales, offsets: [N, chunks
+// of 8 groups], null where there are none. bias may be null. Results go to out or, as float32, to logits; the other is
+// null. softcap, where it is not 0, is for logits. activation: 0 none, 1 silu, 2 gelu by tanh; with 1 and 2, rows 0-7
+// of each 16 are the gates of rows 8-15, and there are half as many columns.
 // Not handled: K above 2^24, N above 2^19, more than one format in a launch.
+//
+// Source: codes in the mantissa of a power of two: Kim et al. 2022, "Who says elephants can't run".
 #include "common.cuh"
 
 template <int BITS>
@@ -34,8 +36,8 @@ struct Unit {
     static constexpr int PARTS = INPUTS / 32;   // of 32 inputs: two mma
 };
 
-// The four codes that a word holds for an mma, less their centre, as two pairs of T. Four bits: the low byte
-// of each half is of one mma, the high one of the next, which wants the word shifted by 8.
+// The four codes that a word holds for an mma, less their centre, as two pairs of T. Four bits: the low byte of either
+// half is of one mma, the high one of the next, which wants the word shifted by 8.
 template <class T, int BITS>
 DEV void centred(uint32_t (&pairs)[2], uint32_t word) {
     if constexpr (BITS == 4) {
@@ -44,16 +46,17 @@ DEV void centred(uint32_t (&pairs)[2], uint32_t word) {
         constexpr uint32_t CENTRE = is_bf16<T>::value ? 0x43084308u : 0x64086408u;
 #pragma unroll
         for (int i = 0; i < 2; i++)
-            pairs[i] = subtract_pairs<T>((word >> 4 * i & 0x000f000fu) | BASE, CENTRE);
+            pairs[i] = subtract_pairs<T>(and_or(word >> 4 * i, 0x000f000fu, BASE), CENTRE);
     } else {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const uint32_t codes = word >> 8 * i & 0x00ff00ffu;
+            const uint32_t codes = word >> 8 * i;
             if constexpr (is_bf16<T>::value)
                 // Seven bits go into the mantissa of 128; the eighth decides whether 128 or 256 is subtracted.
-                pairs[i] = subtract_pairs<T>((codes & 0x007f007fu) | 0x43004300u, (codes & 0x00800080u) ^ 0x43804380u);
+                pairs[i] = subtract_pairs<T>(and_or(codes, 0x007f007fu, 0x43004300u),
+                                             and_xor(codes, 0x00800080u, 0x43804380u));
             else
-                pairs[i] = subtract_pairs<T>(codes | 0x64006400u, 0x64806480u);
+                pairs[i] = subtract_pairs<T>(and_or(codes, 0x00ff00ffu, 0x64006400u), 0x64806480u);
         }
     }
 }
@@ -71,13 +74,12 @@ DEV void multiply(float (&product)[4], const uint32_t (&first)[4], const uint32_
 }
 
 // Adds the products of 32 inputs of a unit, from `k` on, to the sums of a warp's tiles.
-// weights: the words with these inputs, of rows g and g + 8 of each row tile: four of a dense row, two of 8-bit codes, one
-// of 4-bit codes. tokens: what the lane needs of each token tile, two words for either mma.
-// scales, offsets: of row g of the first tile, 8 groups a row.
+// weights: the words with these inputs, of rows g and g + 8 of each row tile: four of a dense row, two of 8-bit codes,
+// one of 4-bit codes. tokens: what the lane needs of each token tile, two words for either mma.
+// scales: from row g of the first tile on, 16 bytes a row; the offsets are `rows` rows behind them.
 template <class T, int BITS, int SPAN, bool OFFSETS, int ROW_TILES, int TOKEN_TILES>
 DEV void accumulate(float (&sums)[ROW_TILES][TOKEN_TILES][4], const uint32_t (&weights)[ROW_TILES][2][4],
-                    const uint32_t (&tokens)[TOKEN_TILES][4], const __half* scales, const __half* offsets, int k,
-                    int group_shift) {
+                    const uint32_t (&tokens)[TOKEN_TILES][4], const char* scales, int rows, int k, int group_shift) {
     constexpr bool BF16 = is_bf16<T>::value;
     if constexpr (BITS == 16) {
 #pragma unroll
@@ -96,7 +98,9 @@ DEV void accumulate(float (&sums)[ROW_TILES][TOKEN_TILES][4], const uint32_t (&w
         constexpr int STEPS = SPAN / 16;
 #pragma unroll
         for (int span = 0; span < 32 / SPAN; span++) {
-            const int group = (k + span * SPAN) >> group_shift & 7;
+            // Twice the group's number in its chunk: a place in bytes.
+            const int group_bytes = (k + span * SPAN) >> (group_shift - 1) & 14;
+            const __half* group_scales = reinterpret_cast<const __half*>(scales + group_bytes);
             uint32_t a[ROW_TILES][STEPS][4];
             float scale[ROW_TILES][2], offset[ROW_TILES][2];
 #pragma unroll
@@ -114,9 +118,9 @@ DEV void accumulate(float (&sums)[ROW_TILES][TOKEN_TILES][4], const uint32_t (&w
                         a[r][s][half] = pairs[0];
                         a[r][s][2 + half] = pairs[1];
                     }
-                    const int place = (r * 16 + half * 8) * 8 + group;
-                    scale[r][half] = to_float(scales[place]);
-                    if constexpr (OFFSETS) offset[r][half] = to_float(offsets[place]);
+                    const int row = r * 16 + half * 8;
+                    scale[r][half] = to_float(group_scales[row * 8]);
+                    if constexpr (OFFSETS) offset[r][half] = to_float(group_scales[(rows + row) * 8]);
                 }
 #pragma unroll
             for (int m = 0; m < TOKEN_TILES; m++) {
@@ -153,13 +157,9 @@ template <class T>
 DEV void finish(T* out, float* logits, float upper, float lower, const float* bias, int token, int row, int N,
                 float scale_unit, int first, int columns, int activation, float softcap) {
     if (row >= N) return;
-    const bool both = row + 8 < N;
-    upper *= scale_unit;
-    lower *= scale_unit;
-    if (bias != nullptr) {
-        upper += bias[first + row];
-        if (both) lower += bias[first + row + 8];
-    }
+    const bool both = row + 8 < N;              // else there is no lower one
+    upper = upper * scale_unit + (bias == nullptr ? 0.0f : bias[first + row]);
+    lower = lower * scale_unit + (bias == nullptr || !both ? 0.0f : bias[first + row + 8]);
     const size_t place = (size_t)token * columns + first;
     if (activation != 0) {
         out[place + row / 16 * 8 + row % 8] = from_float<T>(activate(upper, activation) * lower);
@@ -176,7 +176,17 @@ DEV void finish(T* out, float* logits, float upper, float lower, const float* bi
     }
 }
 
-DEV int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
+template <int BITS>
+DEV size_t row_bytes(int K) {
+    return BITS == 16 ? (size_t)K * 2 : (size_t)((K + Unit<BITS>::INPUTS - 1) / Unit<BITS>::INPUTS) * 64;
+}
+
+// Of a row of scales: groups of all inputs that the units have room for, up to a whole chunk.
+template <int BITS>
+DEV size_t scale_columns(int K, int group_shift) {
+    const int inputs = (K + Unit<BITS>::INPUTS - 1) / Unit<BITS>::INPUTS * Unit<BITS>::INPUTS;
+    return (size_t)((inputs + (8 << group_shift) - 1) >> (group_shift + 3)) * 8;
+}
 
 // Moves the words of a unit's next 32 inputs to the front.
 template <int PARTS, int ROW_TILES>
@@ -189,15 +199,24 @@ DEV void next_part(uint32_t (&weights)[ROW_TILES][2][4]) {
             for (int i = 0; i < 4 - 4 / PARTS; i++) weights[r][half][i] = weights[r][half][i + 4 / PARTS];
 }
 
+// A warp's sums, as [row tile][token tile][4][lane].
+template <int ROW_TILES, int TOKEN_TILES>
+DEV void store_sums(float* to, const float (&sums)[ROW_TILES][TOKEN_TILES][4]) {
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; r++)
+#pragma unroll
+        for (int m = 0; m < TOKEN_TILES; m++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                to[((r * TOKEN_TILES + m) * 4 + i) * 32 + threadIdx.x % 32] = sums[r][m][i];
+}
+
 DEV void split16(uint32_t (&words)[4], uint4 value) {
-    words[0] = value.x;
-    words[1] = value.y;
-    words[2] = value.z;
-    words[3] = value.w;
+    words[0] = value.x, words[1] = value.y, words[2] = value.z, words[3] = value.w;
 }
 
 template <class T, int BITS, int SPAN, bool OFFSETS, int TOKEN_TILES>
-__global__ void __launch_bounds__(128, TOKEN_TILES == 1 ? 6 : TOKEN_TILES == 2 ? 4 : 2)
+__global__ void __launch_bounds__(128, TOKEN_TILES == 1 ? 6 : TOKEN_TILES == 2 ? 3 : 2)
     skinny_gemm(T* __restrict__ out, float* __restrict__ logits, const T* __restrict__ x,
                 const void* __restrict__ weight, const __half* __restrict__ scales, const __half* __restrict__ offsets,
                 const float* __restrict__ bias, int M, int N, int K, int group_shift, float scale_unit, int first,
@@ -206,68 +225,77 @@ __global__ void __launch_bounds__(128, TOKEN_TILES == 1 ? 6 : TOKEN_TILES == 2 ?
     constexpr int INPUTS = Unit<BITS>::INPUTS, PARTS = Unit<BITS>::PARTS;
     constexpr int PARTS_AT_ONCE = TOKEN_TILES == 1 ? PARTS : 1;
     constexpr int ROW_TILES = TOKEN_TILES == 1 ? 1 : 2;
-    constexpr int DEPTH = 8 / ROW_TILES;                            // units in a ring; at least as many chunks of scales
+    constexpr int DEPTH = 8 / ROW_TILES;                            // units in a ring, and chunks of scales
     constexpr int TOKENS_AHEAD = TOKEN_TILES == 4 ? 1 : 2;          // parts whose tokens are on their way
     constexpr int UNIT_PIECES = ROW_TILES * 2 * 32, CHUNK_PIECES = CODES ? ROW_TILES * 32 : 0;     // of 16 bytes
     constexpr int WARP_PIECES = DEPTH * (UNIT_PIECES + CHUNK_PIECES);
-    static_assert(WARP_PIECES * 16 >= ROW_TILES * TOKEN_TILES * 4 * 32 * 4, "the sums of a quarter lie where its ring did");
+    static_assert(WARP_PIECES * 16 >= ROW_TILES * TOKEN_TILES * 512, "the sums of a quarter lie where its ring did");
     SHARED_DYNAMIC(uint4, rings);
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int row0 = blockIdx.y * ROW_TILES * 16, token0 = blockIdx.x * TOKEN_TILES * 8;
     const int units = (K + INPUTS - 1) / INPUTS, begin = units * warp / 4, end = units * (warp + 1) / 4;
-    const size_t row_bytes = CODES ? (size_t)units * 64 : (size_t)K * 2;
     const int chunk_shift = CODES ? group_shift + 3 : 0;            // inputs of a chunk of scales, as a power of two
-    const int scale_columns = CODES ? round_up(units * INPUTS, 1 << chunk_shift) >> group_shift : 0;
     uint4* ring = rings + warp * WARP_PIECES;
     uint4* chunks = ring + DEPTH * UNIT_PIECES;
+
+    // NOTE: rows and tokens that are not there are the last ones once more; their sums are written nowhere.
+    const char* rows[ROW_TILES * 2];
+#pragma unroll
+    for (int i = 0; i < ROW_TILES * 2; i++)
+        rows[i] = static_cast<const char*>(weight) + min(row0 + 8 * i + g, N - 1) * row_bytes<BITS>(K) + t * 16;
+    const T* next_tokens[TOKEN_TILES];                              // what is read next of each
+    int inputs_left = K - begin * INPUTS - (SPAN == 16 ? 4 : 8) * t;    // from there
+#pragma unroll
+    for (int m = 0; m < TOKEN_TILES; m++)
+        next_tokens[m] = x + (size_t)min(token0 + m * 8 + g, M - 1) * K + K - inputs_left;
+    // Lanes 0 to 15 copy scales, 16 to 31 offsets, a row each, from chunk to chunk.
+    const __half* next_chunks[ROW_TILES];
+    if constexpr (CODES)
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; r++)
+            next_chunks[r] = (OFFSETS && lane >= 16 ? offsets : scales) + (begin * INPUTS >> chunk_shift) * 8 +
+                             min(row0 + r * 16 + lane % 16, N - 1) * scale_columns<BITS>(K, group_shift);
 
     auto request = [&](int unit) {
         if (unit >= end) return;
         const bool inside = CODES || unit * 32 + 8 * t < K;
+        uint4* to = ring + (unit & (DEPTH - 1)) * UNIT_PIECES + lane;
 #pragma unroll
-        for (int i = 0; i < ROW_TILES * 2; i++) {
-            const int row = row0 + 8 * i + g;
-            const bool wanted = inside && row < N;
-            const char* from = static_cast<const char*>(weight) + (wanted ? row * row_bytes + unit * 64 + t * 16 : 0);
-            cp_async16(ring + unit % DEPTH * UNIT_PIECES + i * 32 + lane, from, wanted);
-        }
+        for (int i = 0; i < ROW_TILES * 2; i++)
+            cp_async16(to + i * 32, rows[i] + (inside ? (size_t)(unit * 64) : 0), inside);
         if constexpr (CODES) {
-            // Lanes 0 to 15 copy scales, 16 to 31 offsets, a row each.
             if (unit == begin || (unit * INPUTS & ((1 << chunk_shift) - 1)) == 0) {
                 const int chunk = unit * INPUTS >> chunk_shift;
-                const __half* source = lane < 16 ? scales : offsets;
-                if (OFFSETS || lane < 16)
 #pragma unroll
-                    for (int r = 0; r < ROW_TILES; r++) {
-                        const int place = r * 16 + lane % 16, row = row0 + place;
-                        cp_async16(chunks + chunk % DEPTH * CHUNK_PIECES + lane / 16 * ROW_TILES * 16 + place,
-                                   source + (row < N ? (size_t)row * scale_columns + chunk * 8 : 0), row < N);
-                    }
+                for (int r = 0; r < ROW_TILES; r++) {
+                    const int place = (lane / 16 * ROW_TILES + r) * 16 + lane % 16;
+                    if (OFFSETS || lane < 16)
+                        cp_async16(chunks + (chunk & (DEPTH - 1)) * CHUNK_PIECES + place, next_chunks[r]);
+                    next_chunks[r] += 8;
+                }
             }
         }
     };
-    const T* block_tokens = x + (size_t)token0 * K;
-    auto load_tokens = [&](uint32_t (&tokens)[TOKEN_TILES][4], int k) {
+    auto load_tokens = [&](uint32_t (&tokens)[TOKEN_TILES][4]) {
 #pragma unroll
         for (int m = 0; m < TOKEN_TILES; m++) {
-            const int token = m * 8 + g;
-            const T* from = block_tokens + (token * K + k);
             if constexpr (SPAN == 16) {
 #pragma unroll
                 for (int step = 0; step < 2; step++) {
                     uint2 four = make_uint2(0, 0);
-                    if (token0 + token < M && k + step * 16 + 4 * t < K)
-                        four = *reinterpret_cast<const uint2*>(from + step * 16 + 4 * t);
+                    if (inputs_left > step * 16) four = *reinterpret_cast<const uint2*>(next_tokens[m] + step * 16);
                     tokens[m][2 * step] = four.x;
                     tokens[m][2 * step + 1] = four.y;
                 }
             } else {
                 uint4 eight = make_uint4(0, 0, 0, 0);
-                if (token0 + token < M && k + 8 * t < K) eight = load16(from + 8 * t);
+                if (inputs_left > 0) eight = load16(next_tokens[m]);
                 split16(tokens[m], eight);
             }
+            next_tokens[m] += 32;
         }
+        inputs_left -= 32;
     };
 
     float sums[ROW_TILES][TOKEN_TILES][4] = {};
@@ -278,7 +306,7 @@ __global__ void __launch_bounds__(128, TOKEN_TILES == 1 ? 6 : TOKEN_TILES == 2 ?
         cp_async_commit();
     }
 #pragma unroll
-    for (int i = 0; i < TOKENS_AHEAD; i++) load_tokens(tokens[i], begin * INPUTS + i * 32);
+    for (int i = 0; i < TOKENS_AHEAD; i++) load_tokens(tokens[i]);
     for (int unit = begin; unit < end; unit++) {
         cp_async_wait<DEPTH - 2>();
         // The other lanes' scales have arrived, and all lanes are done with those that are overwritten next.
@@ -288,15 +316,14 @@ __global__ void __launch_bounds__(128, TOKEN_TILES == 1 ? 6 : TOKEN_TILES == 2 ?
         uint32_t weights[ROW_TILES][2][4];
 #pragma unroll
         for (int i = 0; i < ROW_TILES * 2; i++)
-            split16(weights[i / 2][i % 2], ring[unit % DEPTH * UNIT_PIECES + i * 32 + lane]);
-        const __half* unit_scales = reinterpret_cast<const __half*>(
-            chunks + (unit * INPUTS >> chunk_shift) % DEPTH * CHUNK_PIECES + g);
+            split16(weights[i / 2][i % 2], ring[(unit & (DEPTH - 1)) * UNIT_PIECES + i * 32 + lane]);
+        const char* unit_scales = reinterpret_cast<const char*>(
+            chunks + (unit * INPUTS >> chunk_shift & (DEPTH - 1)) * CHUNK_PIECES + g);
 #pragma unroll PARTS_AT_ONCE
         for (int part = 0; part < PARTS; part++) {
-            const int k = unit * INPUTS + part * 32;
-            load_tokens(tokens[TOKENS_AHEAD], k + TOKENS_AHEAD * 32);
-            accumulate<T, BITS, SPAN, OFFSETS>(sums, weights, tokens[0], unit_scales, unit_scales + ROW_TILES * 16 * 8, k,
-                                               group_shift);
+            load_tokens(tokens[TOKENS_AHEAD]);
+            accumulate<T, BITS, SPAN, OFFSETS>(sums, weights, tokens[0], unit_scales, ROW_TILES * 16,
+                                               unit * INPUTS + part * 32, group_shift);
             next_part<PARTS>(weights);
 #pragma unroll
             for (int i = 0; i < TOKENS_AHEAD; i++)
@@ -307,37 +334,28 @@ __global__ void __launch_bounds__(128, TOKEN_TILES == 1 ? 6 : TOKEN_TILES == 2 ?
         }
     }
 
-    // The quarters meet: [warp][row tile][token tile][4][lane], each warp's where its ring was.
+    // The quarters meet, each warp's sums where its ring was.
     cp_async_wait<0>();
     __syncwarp();
-    float* quarter = reinterpret_cast<float*>(ring);
-#pragma unroll
-    for (int r = 0; r < ROW_TILES; r++)
-#pragma unroll
-        for (int m = 0; m < TOKEN_TILES; m++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) quarter[((r * TOKEN_TILES + m) * 4 + i) * 32 + lane] = sums[r][m][i];
+    store_sums(reinterpret_cast<float*>(ring), sums);
     __syncthreads();
     const float* quarters = reinterpret_cast<const float*>(rings);
+    constexpr int NEXT = WARP_PIECES * 4;                           // from a quarter's sum to the next one's
 #pragma unroll 1
-    for (int i = threadIdx.x; i < ROW_TILES * TOKEN_TILES * 64; i += 128) {
-        // Eight threads beside each other write eight rows beside each other.
+    for (int i = threadIdx.x; i < ROW_TILES * TOKEN_TILES * 64; i += 128) {     // eight threads beside each other: rows
         const int row = i % 8, token_pair = i / 8 % 4, odd = i / 32 % 2, tile = i / 64;
         const int token = token0 + tile % TOKEN_TILES * 8 + token_pair * 2 + odd;
         if (token >= M) continue;
-        float both[2];
-#pragma unroll
-        for (int lower = 0; lower < 2; lower++) {
-            const float* sum = quarters + (tile * 4 + lower * 2 + odd) * 32 + row * 4 + token_pair;
-            both[lower] = sum_quarters(sum[0], sum[WARP_PIECES * 4], sum[2 * WARP_PIECES * 4], sum[3 * WARP_PIECES * 4]);
-        }
-        finish(out, logits, both[0], both[1], bias, token, row0 + tile / TOKEN_TILES * 16 + row, N, scale_unit, first,
+        const float* sum = quarters + (tile * 4 + odd) * 32 + row * 4 + token_pair;
+        const float upper = sum_quarters(sum[0], sum[NEXT], sum[2 * NEXT], sum[3 * NEXT]);
+        const float lower = sum_quarters(sum[64], sum[NEXT + 64], sum[2 * NEXT + 64], sum[3 * NEXT + 64]);
+        finish(out, logits, upper, lower, bias, token, row0 + tile / TOKEN_TILES * 16 + row, N, scale_unit, first,
                columns, activation, softcap);
     }
 }
 
 template <class T, int BITS, int SPAN, bool OFFSETS>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, 1)
     tile_gemm(T* __restrict__ out, float* __restrict__ logits, const T* __restrict__ x, const void* __restrict__ weight,
               const __half* __restrict__ scales, const __half* __restrict__ offsets, const float* __restrict__ bias,
               int M, int N, int K, int group_shift, float scale_unit, int first, int columns, int activation,
@@ -356,40 +374,48 @@ __global__ void __launch_bounds__(256)
     const int row0 = blockIdx.y * ROWS, token0 = blockIdx.x * TOKENS;
     const int warp_row = warp % 4 * 32, warp_token = warp / 4 * 32;
     const int units = (K + INPUTS - 1) / INPUTS;
-    const size_t row_bytes = CODES ? (size_t)units * 64 : (size_t)K * 2;
     const int chunk_shift = CODES ? group_shift + 3 : 0;
-    const int scale_columns = CODES ? round_up(units * INPUTS, 1 << chunk_shift) >> group_shift : 0;
-    // Where a piece of a token lies: so that 16 lanes that read 8 bytes of four tokens, or 8 lanes 16 of two, touch all
-    // banks.
+    // Where a piece of a token lies: 16 lanes that read 8 bytes of four tokens, or 8 lanes 16 of two, touch all banks.
     auto token_place = [&](int token, int piece) {
-        return token * TOKEN_PIECES + (SPAN == 16 ? piece ^ (token & 3) << 1 : CODES ? piece ^ (token & 1) << 2 : piece);
+        const int turned = SPAN == 16 ? piece ^ (token & 3) << 1 : piece ^ (token & 1) << 2;
+        return token * TOKEN_PIECES + (CODES ? turned : piece);
     };
+
+    // NOTE: rows and tokens that are not there are the last ones once more; their sums are written nowhere.
+    constexpr int WEIGHT_COPIES = WEIGHT_STAGE / 256, TOKEN_COPIES = TOKEN_STAGE / 256;
+    const char* rows[WEIGHT_COPIES];
+#pragma unroll
+    for (int i = 0; i < WEIGHT_COPIES; i++)
+        rows[i] = static_cast<const char*>(weight) + threadIdx.x % 4 * 16 +
+                  min(row0 + i * 64 + (int)threadIdx.x / 4, N - 1) * row_bytes<BITS>(K);
+    constexpr int TOKENS_AT_ONCE = 256 / TOKEN_PIECES;
+    const int token = threadIdx.x / TOKEN_PIECES, piece = threadIdx.x % TOKEN_PIECES;
+    const T* block_tokens[TOKEN_COPIES];
+#pragma unroll
+    for (int i = 0; i < TOKEN_COPIES; i++)
+        block_tokens[i] = x + (size_t)min(token0 + i * TOKENS_AT_ONCE + token, M - 1) * K + piece * 8;
+    const __half* chunk_row = nullptr;
+    if constexpr (CODES)
+        chunk_row = (OFFSETS && threadIdx.x >= ROWS ? offsets : scales) +
+                    min(row0 + (int)threadIdx.x % ROWS, N - 1) * scale_columns<BITS>(K, group_shift);
 
     auto request = [&](int unit) {
         if (unit >= units) return;
         const int stage = unit % STAGES;
+        const bool weight_inside = CODES || unit * 32 + (int)threadIdx.x % 4 * 8 < K;
 #pragma unroll
-        for (int i = 0; i < WEIGHT_STAGE / 256; i++) {
-            const int piece = threadIdx.x + i * 256, row = row0 + piece / 4;
-            const bool wanted = row < N && (CODES || unit * 32 + piece % 4 * 8 < K);
-            const char* from =
-                static_cast<const char*>(weight) + (wanted ? row * row_bytes + unit * 64 + piece % 4 * 16 : 0);
-            cp_async16(weight_stages + stage * WEIGHT_STAGE + piece, from, wanted);
-        }
+        for (int i = 0; i < WEIGHT_COPIES; i++)
+            cp_async16(weight_stages + stage * WEIGHT_STAGE + i * 256 + threadIdx.x,
+                       rows[i] + (weight_inside ? (size_t)(unit * 64) : 0), weight_inside);
+        const bool token_inside = unit * INPUTS + piece * 8 < K;
 #pragma unroll
-        for (int i = 0; i < TOKEN_STAGE / 256; i++) {
-            const int index = threadIdx.x + i * 256, token = index / TOKEN_PIECES, piece = index % TOKEN_PIECES;
-            const int k = unit * INPUTS + piece * 8;
-            const bool wanted = token0 + token < M && k < K;
-            cp_async16(token_stages + stage * TOKEN_STAGE + token_place(token, piece),
-                       x + (wanted ? (size_t)(token0 + token) * K + k : 0), wanted);
-        }
+        for (int i = 0; i < TOKEN_COPIES; i++)
+            cp_async16(token_stages + stage * TOKEN_STAGE + token_place(i * TOKENS_AT_ONCE + token, piece),
+                       token_inside ? block_tokens[i] + unit * INPUTS : x, token_inside);
         if constexpr (CODES) {
-            const int chunk = unit * INPUTS >> chunk_shift, row = row0 + threadIdx.x % ROWS;
-            const __half* source = threadIdx.x < ROWS ? scales : offsets;
+            const int chunk = unit * INPUTS >> chunk_shift;
             if ((unit * INPUTS & ((1 << chunk_shift) - 1)) == 0 && (OFFSETS || threadIdx.x < ROWS))
-                cp_async16(chunks + chunk % STAGES * CHUNK + threadIdx.x,
-                           source + (row < N ? (size_t)row * scale_columns + chunk * 8 : 0), row < N);
+                cp_async16(chunks + chunk % STAGES * CHUNK + threadIdx.x, chunk_row + chunk * 8);
         }
     };
 
@@ -411,7 +437,7 @@ __global__ void __launch_bounds__(256)
             uint32_t weights[ROW_TILES][2][4];
 #pragma unroll
             for (int i = 0; i < ROW_TILES * 2; i++) split16(weights[i / 2][i % 2], stage[i * 32 + lane]);
-            const __half* unit_scales = reinterpret_cast<const __half*>(
+            const char* unit_scales = reinterpret_cast<const char*>(
                 chunks + (unit * INPUTS >> chunk_shift) % STAGES * CHUNK + warp_row + g);
 #pragma unroll 1
             for (int part = 0; part < PARTS; part++) {
@@ -419,21 +445,21 @@ __global__ void __launch_bounds__(256)
                 const uint4* from = token_stages + unit % STAGES * TOKEN_STAGE;
 #pragma unroll
                 for (int m = 0; m < TOKEN_TILES; m++) {
-                    const int token = warp_token + m * 8 + g;
+                    const int of_tile = warp_token + m * 8 + g;
                     if constexpr (SPAN == 16) {
 #pragma unroll
                         for (int step = 0; step < 2; step++) {
-                            const uint4* piece = from + token_place(token, part * 4 + step * 2 + t / 2);
-                            const uint2 four = reinterpret_cast<const uint2*>(piece)[t % 2];
+                            const uint4* place = from + token_place(of_tile, part * 4 + step * 2 + t / 2);
+                            const uint2 four = reinterpret_cast<const uint2*>(place)[t % 2];
                             tokens[m][2 * step] = four.x;
                             tokens[m][2 * step + 1] = four.y;
                         }
                     } else {
-                        split16(tokens[m], from[token_place(token, part * 4 + t)]);
+                        split16(tokens[m], from[token_place(of_tile, part * 4 + t)]);
                     }
                 }
-                accumulate<T, BITS, SPAN, OFFSETS>(sums, weights, tokens, unit_scales, unit_scales + ROWS * 8,
-                                                   unit * INPUTS + part * 32, group_shift);
+                accumulate<T, BITS, SPAN, OFFSETS>(sums, weights, tokens, unit_scales, ROWS, unit * INPUTS + part * 32,
+                                                   group_shift);
                 next_part<PARTS>(weights);
             }
         }
@@ -446,35 +472,29 @@ __global__ void __launch_bounds__(256)
                 for (int i = 0; i < 4; i++)
                     totals[r][m][i] = quarter == 0 ? sums[r][m][i] : totals[r][m][i] + sums[r][m][i];
     }
-    // By way of shared memory, [warp][row tile][token tile][4][lane]: a loop, and rows beside each other written at once.
+    // By way of shared memory: for a loop, and for rows beside each other.
     cp_async_wait<0>();
     __syncthreads();
     float* results = reinterpret_cast<float*>(shared);
-#pragma unroll
-    for (int r = 0; r < ROW_TILES; r++)
-#pragma unroll
-        for (int m = 0; m < TOKEN_TILES; m++)
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                results[(((warp * ROW_TILES + r) * TOKEN_TILES + m) * 4 + i) * 32 + lane] = totals[r][m][i];
+    store_sums(results + warp * ROW_TILES * TOKEN_TILES * 128, totals);
     __syncthreads();
 #pragma unroll 1
     for (int i = threadIdx.x; i < 8 * ROW_TILES * TOKEN_TILES * 64; i += 256) {
         const int row = i % 8, token_pair = i / 8 % 4, odd = i / 32 % 2, tile = i / 64;
         const int of_warp = tile / (ROW_TILES * TOKEN_TILES), r = tile / TOKEN_TILES % ROW_TILES;
-        const int token = token0 + of_warp / 4 * 32 + tile % TOKEN_TILES * 8 + token_pair * 2 + odd;
+        const int of_block = of_warp / 4 * 32 + tile % TOKEN_TILES * 8 + token_pair * 2 + odd;
         const float* result = results + (tile * 4 + odd) * 32 + row * 4 + token_pair;
-        if (token < M)
-            finish(out, logits, result[0], result[64], bias, token, row0 + of_warp % 4 * 32 + r * 16 + row, N, scale_unit,
-                   first, columns, activation, softcap);
+        if (token0 + of_block < M)
+            finish(out, logits, result[0], result[64], bias, token0 + of_block,
+                   row0 + of_warp % 4 * 32 + r * 16 + row, N, scale_unit, first, columns, activation, softcap);
     }
 }
 
-// out [M, N] += bias [N], after a product that knew of none.
+// out [M, N] = x [M, N] + bias [N], after a product that knew of none; out may be x. grid (M, N / 256 rounded up).
 template <class T>
-__global__ void __launch_bounds__(256) add_bias(T* __restrict__ out, const float* __restrict__ bias, int N) {
+__global__ void __launch_bounds__(256) add_bias(T* out, const T* x, const float* __restrict__ bias, int N) {
     const int column = blockIdx.y * 256 + threadIdx.x;
     if (column >= N) return;
-    T* place = out + (size_t)blockIdx.x * N + column;
-    *place = from_float<T>(to_float(*place) + bias[column]);
+    const size_t place = (size_t)blockIdx.x * N + column;
+    out[place] = from_float<T>(to_float(x[place]) + bias[column]);
 }

@@ -5,6 +5,7 @@ for many rows of dense weights where that need not hold, promises no such thing.
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ def linear(launcher: Launcher, out: DeviceArray, x: DeviceArray, weight: DeviceL
             and len(weight.parts) == 1 and isinstance(only, DeviceDense)):
         launcher.matmul(x, only.data, out)
         if weight.bias is not None:
-            add_bias(launcher, out, weight.bias)
+            add_bias(launcher, out, out, weight.bias)
         return
     multiply = skinny_gemm if num_tokens <= SKINNY_ROWS else tile_gemm
     first = 0
@@ -95,13 +96,18 @@ def tile_gemm(launcher: Launcher, out: DeviceArray, x: DeviceArray, weight: Devi
     launch(launcher, SOURCE, entry, grid, 256, arguments, _tile_shared_bytes(bits))
 
 
-def add_bias(launcher: Launcher, out: DeviceArray, bias: DeviceArray) -> None:
-    """out [M, N] += bias float32 [N]"""
-    if out.dtype not in ACTIVATION_TYPES or bias.dtype != np.float32 or bias.shape != (out.shape[1],):
-        raise ValueError(f"bias {bias.dtype}{list(bias.shape)} is not float32[{out.shape[1]}], or out "
-                         f"{out.dtype} of no 16-bit type")
-    launch(launcher, SOURCE, f"add_bias<{C_TYPES[out.dtype]}>", (out.shape[0], -(-out.shape[1] // 256)), 256,
-           (out, bias, np.int32(out.shape[1])))
+def add_bias(launcher: Launcher, out: DeviceArray, x: DeviceArray, bias: DeviceArray) -> None:
+    """out [M, N] = x [M, N] + bias [N], which is float32; out and x: of one 16-bit type, or the same array.
+
+    Raises: ValueError naming shapes or types.
+    """
+    num_tokens, columns = x.shape
+    if x.dtype not in ACTIVATION_TYPES or out.dtype != x.dtype or tuple(out.shape) != (num_tokens, columns):
+        raise ValueError(f"out {out.dtype}{list(out.shape)} and x {x.dtype}{list(x.shape)} are not alike, of 16 bits")
+    if bias.dtype != np.float32 or tuple(bias.shape) != (columns,):
+        raise ValueError(f"bias {bias.dtype}{list(bias.shape)} is not float32[{columns}]")
+    launch(launcher, SOURCE, f"add_bias<{C_TYPES[x.dtype]}>", (num_tokens, -(-columns // 256)), 256,
+           (out, x, bias, np.int32(columns)))
 
 
 def _arguments(out: DeviceArray, x: DeviceArray, weight: DeviceArray, scales: DeviceArray | None,
@@ -167,15 +173,25 @@ def _skinny_shared_bytes(bits: int) -> int:
     return 4 * 8 * 16 * (UNIT_BYTES + (0 if bits == 16 else 2 * SCALE_CHUNK * 2))
 
 
+def _skinny_registers(bits: int, token_tiles: int) -> int:
+    """So that a multiprocessor holds six, three and two blocks; of dense weights eight, five and four."""
+    dense, codes = {1: (64, 80), 2: (96, 160), 4: (128, 216)}[token_tiles]
+    return dense if bits == 16 else codes
+
+
 def _tile_shared_bytes(bits: int) -> int:
     scales = 0 if bits == 16 else TILE_ROWS * 2 * SCALE_CHUNK * 2
     return STAGES * (TILE_ROWS * UNIT_BYTES + TILE_TOKENS * unit_inputs(bits) * 2 + scales)
 
 
-def _reference(out: NDArray[Any], x: NDArray[Any], weight: NDArray[Any], scales: NDArray[Any] | None = None,
-               offsets: NDArray[Any] | None = None, bias: NDArray[np.float32] | None = None, *, kernel: str = "skinny",
-               bits: int = 16, group: int = 0, scale_unit: float = 1.0, first: int = 0, gated: str | None = None,
+def _reference(out: NDArray[Any], x: NDArray[Any], weight: NDArray[Any] | None = None,
+               scales: NDArray[Any] | None = None, offsets: NDArray[Any] | None = None,
+               bias: NDArray[np.float32] | None = None, *, kernel: str = "skinny", bits: int = 16, group: int = 0,
+               scale_unit: float = 1.0, gated: str | None = None,
                softcap: float | None = None) -> dict[str, NDArray[Any]]:
+    if weight is None:
+        assert bias is not None, "a product or a bias"
+        return {"out": (x.astype(np.float32) + bias).astype(out.dtype)}
     inputs = x.shape[1]
     matrix = unpack_weight(DeviceDense(weight) if bits == 16 else DeviceAffine(
         weight, scales, offsets, (len(weight), inputs), bits, group, scale_unit))
@@ -194,7 +210,8 @@ def _reference(out: NDArray[Any], x: NDArray[Any], weight: NDArray[Any], scales:
 
 
 def _run(launcher: Launcher, kernel: str, **arguments: Any) -> None:
-    (skinny_gemm if kernel == "skinny" else tile_gemm)(launcher, **arguments)
+    wrappers: dict[str, Callable[..., None]] = {"skinny": skinny_gemm, "tile": tile_gemm, "bias": add_bias}
+    wrappers[kernel](launcher, **arguments)
 
 
 def _case(kernel: str, num_tokens: int, num_rows: int, inputs: int, dtype: Any = BF16, bits: int = 16, group: int = 0,
@@ -222,6 +239,15 @@ def _case(kernel: str, num_tokens: int, num_rows: int, inputs: int, dtype: Any =
     return Case(name, make, large)
 
 
+def _bias_case(num_tokens: int, columns: int, dtype: Any, large: bool = False) -> Case:
+    def make(random: np.random.Generator) -> dict[str, Any]:
+        return {"kernel": "bias", "out": np.zeros((num_tokens, columns), dtype),
+                "x": random.standard_normal((num_tokens, columns), np.float32).astype(dtype),
+                "bias": random.standard_normal(columns, np.float32)}
+
+    return Case(f"bias {num_tokens} x {columns}, {np.dtype(dtype)}", make, large)
+
+
 # Bits, span, whether there are offsets.
 _FORMATS = [(16, 32, False),
             *((bits, span, offsets) for bits in (8, 4) for span in (32, 16) for offsets in (False, True))]
@@ -230,9 +256,10 @@ SPEC = KernelSpec(
     name="gemm",
     source=SOURCE,
     instances=(
-        *(Instance(_skinny_entry(dtype, bits, span, offsets, tiles), 128, 168, _skinny_shared_bytes(bits))
+        *(Instance(_skinny_entry(dtype, bits, span, offsets, tiles), 128, _skinny_registers(bits, tiles),
+                   _skinny_shared_bytes(bits))
           for dtype in ACTIVATION_TYPES for bits, span, offsets in _FORMATS for tiles in TOKEN_TILES),
-        *(Instance(_tile_entry(dtype, bits, span, offsets), 256, 255, _tile_shared_bytes(bits))
+        *(Instance(_tile_entry(dtype, bits, span, offsets), 256, 144 if bits == 16 else 232, _tile_shared_bytes(bits))
           for dtype in ACTIVATION_TYPES for bits, span, offsets in _FORMATS),
         *(Instance(f"add_bias<{C_TYPES[dtype]}>", 256, 32) for dtype in ACTIVATION_TYPES),
     ),
@@ -256,6 +283,7 @@ SPEC = KernelSpec(
         _case("tile", 65, 16, 256, FP16, 4, 64, gated="gelu_tanh"),
         _case("tile", 7, 130, 144, BF16, 8, 16, offsets=True),
         _case("tile", 3, 20, 224, FP16, 8, 32, logits=True, softcap=20.0),
+        _bias_case(3, 300, BF16), _bias_case(2, 64, FP16), _bias_case(512, 6144, BF16, large=True),
         *(_case("skinny", num_tokens, 4096, 4096, BF16, bits, group, offsets=bits == 4, large=True)
           for num_tokens in (1, 8, 32) for bits, group in ((16, 0), (8, 16), (4, 32))),
         *(_case("tile", num_tokens, 4096, 4096, BF16, bits, group, offsets=bits == 4, large=True)

@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 
 from cuda.kernels import block_copy, decode_attention, prefill_attention
 from cuda.kernels.embed import embed
-from cuda.kernels.gemm import linear
-from cuda.kernels.packing import DeviceLinear, pack_linear, pack_weight, packed_bytes
+from cuda.kernels.gated import gated
+from cuda.kernels.gemm import SKINNY_ROWS, linear
+from cuda.kernels.packing import DeviceDense, DeviceLinear, pack_linear, pack_weight, packed_bytes
 from cuda.kernels.rms_norm import rms_norm
 from cuda.kernels.rope_store_kv import rope_store_kv
+from cuda.kernels.slot_sampling import DeviceSampling
 from cuda.kernels.take_rows import take_rows
 from cuda.kernels.types import BF16
 from cuda.launcher import DeviceArray, Launcher
@@ -26,9 +28,8 @@ from cuda.ops import BLOCK_SIZE, Ints, KVDtype, KVGroupSpec
 from weights.load import LayerWeights, ModelWeights
 from weights.spec import ModelSpec, RopeSpec
 
-RING = 3                                    # arrays of one width that are alive at once: an op's input, its output, `add`
+RING = 3                                    # arrays of one width that live at once: an op's inputs and its output
 LOGITS_ROWS = 64                            # rows of logits at a time
-POISON = 0xFF                               # NaN in every float, also in the scales of codes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,16 +86,18 @@ class KernelOps:
     def tier_memory_bytes(self) -> int | None:
         return available_host_bytes()
 
-    def prepared_bytes(self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, max_position: int) -> int:
-        """Memory that `prepare` and a step's workspace take."""
+    def prepared_bytes(self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, max_position: int,
+                       max_num_seqs: int) -> int:
         projections = [part for layer in weights.layers for projection in
                        (layer.qkv, layer.o, layer.gate_up, layer.down) for part in projection.parts]
         stored = {id(part): part for part in (weights.embed, *weights.head.parts, *projections)}
         widths = (spec.hidden_size, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim,
-                  spec.num_heads * spec.head_dim, spec.ffn_size)
+                  spec.num_heads * spec.head_dim, spec.ffn_size, 2 * spec.ffn_size)
         workspace = max_tokens * (RING * sum(set(widths)) * self.dtype.itemsize + 3 * spec.hidden_size * 4)
         tables = max_position * sum(rope.rotary_dim * 4 for rope in {layer.rope for layer in spec.layers} if rope)
-        return sum(packed_bytes(part) for part in stored.values()) + workspace + LOGITS_ROWS * spec.vocab_size * 4 + tables
+        slots = DeviceSampling.state_bytes(max_num_seqs, spec.vocab_size) + 8 * max_num_seqs * max_position
+        return (sum(packed_bytes(part) for part in stored.values()) + workspace + tables + slots
+                + LOGITS_ROWS * spec.vocab_size * 4)
 
     def prepare(self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, max_position: int) -> ModelWeights:
         self.spec, self.max_tokens = spec, max_tokens
@@ -167,7 +170,12 @@ class KernelOps:
 
     def linear(self, x: DeviceArray, weight: Any) -> DeviceArray:
         out = self._new(x.shape[0], weight.out_columns, self.dtype)
-        linear(self.launcher, out, x, weight, self.deterministic)
+        if weight.gated is not None and not self.deterministic and x.shape[0] > SKINNY_ROWS and is_plain(weight):
+            both = self._new(x.shape[0], weight.num_rows, self.dtype)
+            self.launcher.matmul(x, weight.parts[0].data, both)
+            gated(self.launcher, out, both, weight.gated)
+        else:
+            linear(self.launcher, out, x, weight, self.deterministic)
         return out
 
     def rope(self, qkv: DeviceArray, positions: DeviceArray, rope: RopeSpec | None, q_norm: DeviceArray | None,
@@ -247,6 +255,11 @@ class KernelOps:
             return cache.keys[layer], cache.values[layer], None, None
         keys, values, key_scales, value_scales = (array[layer] for array in cache.arrays)
         return keys, values, key_scales, value_scales
+
+
+def is_plain(weight: DeviceLinear) -> bool:
+    """cuBLAS can multiply by it."""
+    return len(weight.parts) == 1 and isinstance(weight.parts[0], DeviceDense) and weight.bias is None
 
 
 def rope_table(rope: RopeSpec, num_positions: int) -> NDArray[np.float32]:

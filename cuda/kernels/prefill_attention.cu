@@ -12,22 +12,23 @@
 // and a tile in which a row sees nothing changes nothing.
 //
 // out [T, H, D]; qkv [T, H + 2G, D], of which q is read; k_cache, v_cache [N, G, 16, D] of T or, where CODED, int8 or
-// e4m3, then k_scale, v_scale float32 [N, G, 16]; block_table [rows, table_width]; work [items, 4]: first row, number of
-// rows (0: nothing to do), position of the first row, row of block_table. sinks [H], null: none. score_scale, softcap:
-// scale * log2(e) and 0; with a soft cap, 2 scale log2(e) / cap and cap * log2(e).
+// e4m3, then k_scale, v_scale float32 [N, G, 16]; block_table [rows, table_width]; work [items, 4]: first row, number
+// of rows (0: nothing to do), position of the first row, row of block_table. sinks [H], null: none. score_scale,
+// softcap: scale * log2(e) and 0; with a soft cap, 2 scale log2(e) / cap and cap * log2(e).
 // A row sees keys j with position - window < j <= position.
-// Not handled: D beyond HEAD_DIM or no multiple of 8; groups beyond 128. Dimensions from D to HEAD_DIM are zeros.
+// Not handled: D beyond HEAD_DIM or no multiple of 8; groups beyond 128. Dimensions from D to HEAD_DIM are zeros. A
+// value that is not finite may reach rows of its own item that do not see it: zero times NaN.
 // Source: FlashAttention-2, arXiv:2307.08691; rows of a group in one tile, ring and order of dimensions, own (see
 // decode_attention.cu).
 
 constexpr int BLOCK_SIZE = 16, WARPS = 4, ITEM_ROWS = 128, KEYS = 32, HALVES = 4;
 
-template <class T, bool CODED, int HEAD_DIM>
+template <bool CODED, int HEAD_DIM>
 struct Layout {
     static constexpr int ROW_TILES = HEAD_DIM == 64 || HEAD_DIM == 128 ? 2 : 1;     // of 16 rows, a warp's
     static constexpr int ROWS = WARPS * ROW_TILES * 16;                             // a block's
     static constexpr int CHUNKS = HEAD_DIM / 8;                                     // of 16 bytes, in a row of T
-    static constexpr int HALF_CHUNKS = KEYS * (CODED ? CHUNKS / 2 : CHUNKS);        // in the ring, as the cache has them
+    static constexpr int HALF_CHUNKS = KEYS * (CODED ? CHUNKS / 2 : CHUNKS); // in the ring, as cached
     static constexpr int HALF_BYTES = HALF_CHUNKS * 16 + (CODED ? 2 * KEYS * 4 : 0);    // with keys: scales of both
     static constexpr int QUERY_BYTES = ROWS * CHUNKS * 16, TILE_BYTES = KEYS * CHUNKS * 16;
 
@@ -58,7 +59,7 @@ prefill_attention(T* __restrict__ out, const T* __restrict__ qkv, const void* __
                   const float* __restrict__ v_scale, const int* __restrict__ block_table, const int* __restrict__ work,
                   const float* __restrict__ sinks, int num_heads, int num_kv_heads, int head_dim, int table_width,
                   int is_e4m3, int window, float score_scale, float softcap) {
-    using L = Layout<T, CODED, HEAD_DIM>;
+    using L = Layout<CODED, HEAD_DIM>;
     constexpr bool BF16 = is_bf16<T>::value;
     constexpr int CHUNKS = L::CHUNKS, ROW_TILES = L::ROW_TILES, PARTS = ITEM_ROWS / L::ROWS;
     constexpr int CACHE_BYTES = CODED ? 1 : 2, CACHE_CHUNKS = L::HALF_CHUNKS / KEYS, CACHE_DIMS = 16 / CACHE_BYTES;
@@ -80,8 +81,8 @@ prefill_attention(T* __restrict__ out, const T* __restrict__ qkv, const void* __
     for (int i = tid; i < L::ROWS * CHUNKS; i += WARPS * 32) {
         const int r = i / CHUNKS, c = i % CHUNKS, row = part_row + r;
         const bool wanted = r < rows && c * 8 < head_dim;
-        const T* from = qkv + (size_t)(item_row + row / group) * row_width + (first_head + row % group) * head_dim + c * 8;
-        cp_async16(queries + L::key_chunk(r, c) * 16, wanted ? from : qkv, wanted);
+        const T* head = qkv + (size_t)(item_row + row / group) * row_width + (first_head + row % group) * head_dim;
+        cp_async16(queries + L::key_chunk(r, c) * 16, wanted ? head + c * 8 : qkv, wanted);
     }
 
     // Starts the copy of half n: of tile n / 2 the keys, then the values. Keys outside of the item become zeros.
@@ -98,7 +99,8 @@ prefill_attention(T* __restrict__ out, const T* __restrict__ qkv, const void* __
                 const int block = table[min(key, last_key) / BLOCK_SIZE];
                 const size_t row = ((size_t)block * num_kv_heads + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE;
                 const unsigned char* from = cache + (row * head_dim + dim) * CACHE_BYTES;
-                unsigned char* to = half + (CODED ? r * CACHE_CHUNKS + c : is_value ? L::value_chunk(r, c) : L::key_chunk(r, c)) * 16;
+                const int place = is_value ? L::value_chunk(r, c) : L::key_chunk(r, c);
+                unsigned char* to = half + (CODED ? r * CACHE_CHUNKS + c : place) * 16;
                 if (CODED && head_dim % 16 != 0) {  // rows at multiples of 8 bytes only
                     const uint2 none = make_uint2(0, 0), *eights = reinterpret_cast<const uint2*>(from);
                     reinterpret_cast<uint2*>(to)[0] = wanted ? eights[0] : none;
@@ -130,7 +132,7 @@ prefill_attention(T* __restrict__ out, const T* __restrict__ qkv, const void* __
 #pragma unroll 1
     for (int n = 1 - HALVES; n < num_halves; n++) {
         cp_async_wait<HALVES - 2>();
-        const unsigned char* half = ring + n % HALVES * L::HALF_BYTES;
+        const unsigned char* half = ring + (unsigned)n % HALVES * L::HALF_BYTES;
         const float* scales = reinterpret_cast<const float*>(half + L::HALF_CHUNKS * 16);
         if (CODED && n >= 0) {
             unsigned char* tile = tiles + n % 2 * L::TILE_BYTES;
@@ -152,7 +154,7 @@ prefill_attention(T* __restrict__ out, const T* __restrict__ qkv, const void* __
         if (warp_row >= rows || tile_key > warp_last || tile_key + KEYS - 1 <= warp_first - window) continue;
         if (n % 2 == 0) {
             float score[ROW_TILES][KEYS / 8][4] = {};
-#pragma unroll(HEAD_DIM == 64 ? 2 : 1)
+#pragma unroll 1
             for (int p = 0; p < CHUNKS / 4; p++) {
                 uint32_t query[ROW_TILES][2][4];
 #pragma unroll
@@ -186,7 +188,8 @@ prefill_attention(T* __restrict__ out, const T* __restrict__ qkv, const void* __
                         float x = score[m][k][e];
                         if constexpr (CODED) x *= scales[k * 8 + 2 * t + e % 2];
                         x *= score_scale;
-                        if (softcap > 0.0f) x = softcap - __fdividef(2.0f * softcap, exp2f(x) + 1.0f);  // softcap * tanh
+                        if (softcap > 0.0f)  // softcap * tanh
+                            x = softcap - __fdividef(2.0f * softcap, exp2f(x) + 1.0f);
                         score[m][k][e] = x;
                     }
                 }

@@ -19,6 +19,7 @@ ITEM_ROWS = 128                             # rows of an item times query heads 
 KEYS = 32                                   # of a tile
 HALVES = 4                                  # tiles of keys or values on their way
 HEAD_DIMS = (64, 128, 256)                  # that are compiled; others run as the next larger one
+REGISTERS = {32: 96, 64: 184, 128: 255, 256: 255}
 SMALL_HEAD_DIM = 32                         # beside them, for bfloat16 throughout: what tests of whole models use
 
 
@@ -127,7 +128,8 @@ INT8, FP8 = CODES
 SPEC = KernelSpec(
     name="prefill_attention",
     source=SOURCE,
-    instances=tuple(Instance(_entry(dtype, coded, head_dim), WARPS * 32, 255, _shared_bytes(head_dim, coded))
+    instances=tuple(Instance(_entry(dtype, coded, head_dim), WARPS * 32, REGISTERS[head_dim],
+                             _shared_bytes(head_dim, coded))
                     for dtype in ACTIVATION_TYPES for coded in (False, True) for head_dim in _head_dims(dtype, coded)),
     run=prefill_attention,
     reference=_reference,

@@ -84,9 +84,9 @@ DEV int probe(const int* table, const uint4* blocks, const uint4* query, uint4 b
     }
 }
 
-// A block of threads is a request. Its queries [P, QUERY_VECTORS] are those from starts[r] to starts[r + 1], one for each
-// full block of its prompt in order; before the first stands roots[r]. hits [R]: how many of them are found up to the
-// first that is not; found [P]: the ids of these, EMPTY for the others.
+// A block of threads is a request r. Its queries [P, QUERY_VECTORS] are those from starts[r] to starts[r + 1], one for
+// each full block of its prompt in order; before the first stands roots[r]. hits [R]: how many of them are found up to
+// the first that is not; found [P]: the ids of these, EMPTY for the others.
 __global__ void __launch_bounds__(256)
     look_up(int* __restrict__ hits, int* __restrict__ found, const int* __restrict__ table,
             const uint4* __restrict__ blocks, const int* __restrict__ starts, const uint4* __restrict__ roots,

@@ -5,9 +5,11 @@ The pool's own map stays the truth: answers come back with a step's results and 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -146,53 +148,73 @@ class PrefixTable:
         """They cannot be found any more, if they could."""
         self._changes.update(dict.fromkeys(block_ids))
 
+    @property
+    def num_changes(self) -> int:
+        """Blocks that changed since the device was told."""
+        return len(self._changes)
+
     def flush(self) -> None:
-        """Tells the device of what changed since the last time."""
+        """Tells the device of what changed since the last time. Raises: MemoryError, and then it is told the next
+        time."""
         inserted = {block_id: known for block_id, known in self._changes.items() if known is not None}
         removed = [block_id for block_id in self._changes if block_id in self._findable and block_id not in inserted]
+        if inserted or removed:
+            changes = self.launcher.upload(change_rows(inserted, removed))
+            if self._num_taken + len(inserted) > self.capacity // 2:
+                clear_table(self.launcher, self._table)
+                insert_all(self.launcher, self._table, self._places, self._blocks, self._secret)
+                self.num_rebuilds += 1
+                self._num_taken = len(self._findable)
+            apply_changes(self.launcher, self._table, self._places, self._blocks, changes, self._secret)
+            self._num_taken += len(inserted)
+            self._findable.update(inserted)
+            self._findable.difference_update(removed)
         self._changes.clear()
-        if not inserted and not removed:
-            return
-        if self._num_taken + len(inserted) > self.capacity // 2:
-            clear_table(self.launcher, self._table)
-            insert_all(self.launcher, self._table, self._places, self._blocks, self._secret)
-            self.num_rebuilds += 1
-            self._num_taken = len(self._findable)
-        self._num_taken += len(inserted)
-        self._findable.update(inserted)
-        self._findable.difference_update(removed)
-        changes = np.zeros((len(inserted) + len(removed), CHANGE_WORDS), np.int32)
-        changes[:, 0] = [*inserted, *removed]
-        if inserted:
-            rows = changes[:len(inserted)]
-            rows[:, 1] = 1
-            keys = b"".join(keys for keys, _ in inserted.values())
-            rows[:, 4:-BLOCK_SIZE] = np.frombuffer(keys, np.int32).reshape(len(inserted), -1)
-            rows[:, -BLOCK_SIZE:] = [ids for _, ids in inserted.values()]
-        apply_changes(self.launcher, self._table, self._places, self._blocks, self.launcher.upload(changes),
-                      self._secret)
 
     def look_up(self, queries: Sequence[Query]) -> Callable[[], list[tuple[int, ...]]]:
         """Of each prompt the ids of its leading blocks that can be found, as of now. What it returns waits for them."""
         if not queries:
             return list
         self.flush()
-        num_requests, starts = len(queries), np.cumsum([0, *(len(query.keys) for query in queries)], dtype=np.int32)
-        num_queries = int(starts[-1])
+        starts, roots, lines = query_rows(queries)
+        num_requests, num_queries = len(queries), len(lines)
         # One upload: queries and roots, which are read in units of 16 bytes, before the starts.
-        lines = np.zeros((num_queries, QUERY_WORDS), np.int32)
-        for query, start in zip(queries, starts.tolist(), strict=False):
-            part = lines[start:start + len(query.keys)]
-            part[:, :KEY_WORDS] = np.frombuffer(b"".join(query.keys), np.int32).reshape(-1, KEY_WORDS)
-            part[:, KEY_WORDS:] = np.array(query.token_ids[:len(part) * BLOCK_SIZE], np.int32).reshape(-1, BLOCK_SIZE)
-        roots = np.frombuffer(b"".join(query.root for query in queries), np.int32)
-        sent = self.launcher.upload(np.concatenate([lines.reshape(-1), roots, starts]))
+        sent = self.launcher.upload(np.concatenate([lines.reshape(-1), roots.reshape(-1), starts]))
         roots_at, starts_at = lines.size, lines.size + roots.size
         answers = self.launcher.empty(num_requests + num_queries, np.int32)
         look_up(self.launcher, answers[:num_requests], answers[num_requests:], self._table, self._blocks,
                 sent[starts_at:], sent[roots_at:starts_at].reshape(num_requests, KEY_WORDS),
                 sent[:roots_at].reshape(num_queries, QUERY_WORDS), self._secret)
         return partial(_read, self.launcher.download_async(answers), starts[:-1].tolist())
+
+
+def _packed(token_ids: Sequence[int]) -> Ints:
+    """int32 [P, BLOCK_SIZE]. In half the time that np.array takes."""
+    return np.frombuffer(struct.pack(f"{len(token_ids)}i", *token_ids), np.int32).reshape(-1, BLOCK_SIZE)
+
+
+def query_rows(queries: Sequence[Query]) -> tuple[Ints, Ints, Ints]:
+    """starts, roots and queries, as `look_up` takes them."""
+    starts = np.cumsum([0, *(len(query.keys) for query in queries)], dtype=np.int32)
+    lines = np.zeros((int(starts[-1]), QUERY_WORDS), np.int32)
+    for query, start in zip(queries, starts.tolist(), strict=False):
+        part = lines[start:start + len(query.keys)]
+        part[:, :KEY_WORDS] = np.frombuffer(b"".join(query.keys), np.int32).reshape(-1, KEY_WORDS)
+        part[:, KEY_WORDS:] = _packed(query.token_ids[:len(part) * BLOCK_SIZE])
+    return starts, np.frombuffer(b"".join(query.root for query in queries), np.int32).reshape(-1, KEY_WORDS), lines
+
+
+def change_rows(inserted: Mapping[int, tuple[bytes, Sequence[int]]], removed: Sequence[int]) -> Ints:
+    """As `apply_changes` takes them. inserted: block id -> its key and the one before, joined; its tokens."""
+    changes = np.zeros((len(inserted) + len(removed), CHANGE_WORDS), np.int32)
+    changes[:, 0] = [*inserted, *removed]
+    if inserted:
+        rows = changes[:len(inserted)]
+        rows[:, 1] = 1
+        keys = b"".join(keys for keys, _ in inserted.values())
+        rows[:, 4:-BLOCK_SIZE] = np.frombuffer(keys, np.int32).reshape(len(inserted), -1)
+        rows[:, -BLOCK_SIZE:] = _packed(list(chain.from_iterable(ids for _, ids in inserted.values())))
+    return changes
 
 
 def _read(download: Download, starts: Sequence[int]) -> list[tuple[int, ...]]:

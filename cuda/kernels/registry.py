@@ -5,6 +5,7 @@ from cuda.kernels import (
     block_copy,
     decode_attention,
     embed,
+    gated,
     gemm,
     prefill_attention,
     prefix_lookup,
@@ -18,5 +19,5 @@ from cuda.kernels import (
 from cuda.kernels.kernel_spec import KernelSpec
 
 KERNELS: tuple[KernelSpec, ...] = (
-    embed.SPEC, rms_norm.SPEC, gemm.SPEC, rope_store_kv.SPEC, decode_attention.SPEC, prefill_attention.SPEC,
+    embed.SPEC, rms_norm.SPEC, gemm.SPEC, gated.SPEC, rope_store_kv.SPEC, decode_attention.SPEC, prefill_attention.SPEC,
     take_rows.SPEC, sampling.SPEC, sampling_state.SPEC, step_rows.SPEC, block_copy.SPEC, prefix_lookup.SPEC)

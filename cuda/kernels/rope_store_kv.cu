@@ -1,7 +1,7 @@
 #include "common.cuh"
-// What happens to q, k and v between their projection and attention, in one pass: RMSNorm of each head of q and k (where
-// a model has it), the rotary position embedding of both, and k and v into the slot of the paged cache that the token
-// was given, rounded to what the cache holds.
+// What happens to q, k and v between their projection and attention, in one pass: RMSNorm of each head of q and k
+// (where a model has it), the rotary position embedding of both, and k and v into the slot of the paged cache that the
+// token was given, rounded to what the cache holds.
 //
 // A warp owns one head of one token, a block 8 of them; grid (T, ceil((H + 2G) / 8)). The head's numbers lie in shared
 // memory as float32, since dimension i turns with i + rotary_dim / 2, which is another lane's.
@@ -9,8 +9,8 @@
 // qkv [T, H + 2G, D]: q is rotated in place, k and v are only read. k_cache, v_cache [N, G, 16, D] of KV: T, int8_t or
 // uint8_t, which means e4m3; with the latter two k_scale, v_scale float32 [N, G, 16]: of a token and head the largest
 // magnitude / 127 or / 448, NaN where a number is not finite (its codes are then 0). positions [T], slot_mapping [T]:
-// block * 16 + place in it; below 0 the row is padding and stays as it is. cos_sin [P, rotary_dim]: cosines, then sines;
-// null: no rotation. q_norm, k_norm [D]; null: no norm.
+// block * 16 + place in it; below 0 the row is padding and stays as it is. cos_sin [P, rotary_dim]: cosines, then
+// sines; null: no rotation. q_norm, k_norm [D]; null: no norm.
 // Not handled: D beyond 256, odd rotary_dim, interleaved pairs.
 // Source: RoPE, arXiv:2104.09864; the norms are Qwen 3's and Gemma 3's; scales per token and head, own.
 

@@ -7,9 +7,8 @@
 // - A threshold is a logit and an id: above it, or equal with a lower id. It is found without a sort: a histogram of
 //   counts or weights over 2048 bins from the best logit down, then the few tokens of the bin where the sum is reached
 //   are ranked. A bin with too many of them is split by the bits of the logit first.
-// - The draw is the inverse of the cumulative distribution at the Philox number of (seed, choice, position): segments
-//   of the row are summed up, the one that the number falls in is looked into. (Gumbel's maximum would need a number
-//   and a logarithm a token, and would give other tokens than cuda/sampler.py does.)
+// - The draw is the inverse of the cumulative distribution at the Philox number of (seed, choice, position). Rejected:
+//   Gumbel's maximum: a number and a logarithm for every token, and other tokens than cuda/sampler.py draws.
 //
 // Not handled: vocabularies over 2^19; a slot twice in a launch.
 #include "common.cuh"
@@ -28,7 +27,6 @@ constexpr float LARGEST_LOGIT = 3.402823466e38f;
 enum Status { SAMPLED, NOT_A_NUMBER, INFINITE, ALL_MINUS_INFINITE, ALL_MASKED };
 enum Flag { PENALIZED = 1, REPEATS = 2, BIASED = 4, STOPS = 8, GREEDY = 16 };
 enum Bits { PROMPT_BITS, BIAS_BITS, STOP_BITS, NUM_BITS };
-
 constexpr uint32_t KEY_OF_INFINITY = 0xff800000u;
 constexpr uint32_t KEY_OF_MINUS_INFINITY = 0x007fffffu;
 
@@ -146,7 +144,7 @@ struct One {
 
 struct Filter {
     Threshold top_k;
-    float min_p_low, min_p_high;                // below is dropped, from here on kept; between them is looked at closely
+    float min_p_low, min_p_high;                // below: dropped; from here on: kept; between: looked at closely
     const Parameters* parameters;
     float best;
 };
@@ -238,7 +236,8 @@ DEV int find_token(const Row& row, const Shared& shared, Weight weight_of, Need 
     const Found segment = find(shared, num_segments, [&](int i) { return shared.segments[i]; }, need);
     const int start = segment.index * SEGMENT;
     auto weight_at = [&](int i) { return weight_of(start + i, read_logit<RAW>(row, start + i)); };
-    return start + find(shared, min(SEGMENT, row.vocab - start), weight_at, [&](uint64_t) { return segment.rest; }).index;
+    auto rest = [&](uint64_t) { return segment.rest; };
+    return start + find(shared, min(SEGMENT, row.vocab - start), weight_at, rest).index;
 }
 
 // ---- thresholds -----------------------------------------------------------------------------------------------------
@@ -368,9 +367,8 @@ DEV double report(const Row& row, const Shared& shared, float best, int num_top,
     total = block_sum(total, shared.scratch);
     const double log_total = (double)best + log((double)total / (double)MASS_SCALE);
     if (num_top > 0) {
-        const Threshold last = select<true>(row, shared, best, BINS_PER_UNIT, One{}, [&](uint64_t) {
-            return (uint64_t)num_top;
-        });
+        auto needed = [&](uint64_t) { return (uint64_t)num_top; };
+        const Threshold last = select<true>(row, shared, best, BINS_PER_UNIT, One{}, needed);
         auto is_listed = [&](int id, float logit) {
             return (uint64_t)(logit != NEG_INF && is_kept(last, order_key(logit), id));
         };
@@ -403,9 +401,8 @@ DEV int draw(const Row& row, const Shared& shared, float best, int position) {
     __syncthreads();
     const Scale scale = {best, bounds[0]};
     Filter filter = {KEEP_ALL, bounds[2], bounds[3], parameters, best};
-    const int top_k = parameters->top_k;
-    if (top_k > 0 && top_k < row.vocab)
-        filter.top_k = select<false>(row, shared, best, BINS_PER_UNIT, One{}, [&](uint64_t) { return (uint64_t)top_k; });
+    auto top_k = [&](uint64_t) { return (uint64_t)parameters->top_k; };
+    if (parameters->top_k > 0) filter.top_k = select<false>(row, shared, best, BINS_PER_UNIT, One{}, top_k);
     Threshold top_p = KEEP_ALL;
     const double share = parameters->top_p;
     auto kept_weight = [&](int id, float logit) {

@@ -158,6 +158,9 @@ def _case(vocab_size: int, kind: str = "normal", masks: int = 0, large: bool = F
         logits = 3 * random.standard_normal((num_slots, vocab_size), np.float32)
         if kind == "rounded":
             logits = logits.round()                         # many equals
+        elif kind == "close":                               # one histogram bin holds nearly all, some are equals
+            logits = (-4 + 1e-4 * random.standard_normal(logits.shape)).astype(np.float32)
+            logits[:, ::3], logits[:, 5] = logits[:, :1], 0.0
         elif kind == "faults":
             logits[0, vocab_size // 3], logits[1, -1], logits[2], logits[4, 1:] = np.nan, np.inf, -np.inf, -np.inf
         case: dict[str, Any] = {
@@ -182,7 +185,7 @@ SPEC = KernelSpec(
     outputs=("results", "logprobs", "tokens", "counts"),
     in_place=("results", "logprobs", "tokens", "counts"),   # of a row without a slot they stay as they are
     cases=(
-        _case(33), _case(100, "rounded"), _case(500, "faults"), _case(1003, masks=3), _case(2600, "rounded"),
+        _case(33), _case(100, "rounded"), _case(500, "faults"), _case(1003, masks=3), _case(2600, "rounded"), _case(2400, "close"),
         _case(128256, large=True), _case(151936, "rounded", masks=4, large=True),
     ),
     tolerance=2e-6,                         # of logprobs; token ids below 2^18 are equal where they keep to it

@@ -7,8 +7,9 @@ constexpr int PARAMETER_WORDS = 24;             // PARAMETERS of sampling_state.
 enum Bits { PROMPT_BITS, BIAS_BITS, STOP_BITS, NUM_BITS };
 
 // Sequences that enter slots: records [...] begins with the places of the launch's records in it, a block's each. A
-// record: slot, words of prompt bits, tokens with counts (-1: none are kept), biases, stop ids; then parameters; the prompt
-// bits; id and count of each token that is out; ids of biases, then the biases (two words each); stop ids.
+// record: slot; numbers of words of prompt bits, of tokens with counts (-1: none are kept), of biases, of stop ids;
+// then parameters; the prompt bits; id and count of each token that is out; ids of biases, then the biases (two words
+// each); stop ids.
 __global__ void __launch_bounds__(256)
     start_slots(uint32_t* __restrict__ parameters, uint16_t* __restrict__ counts, uint32_t* __restrict__ bits,
                 int* __restrict__ bias_ids, double* __restrict__ biases, const int* __restrict__ records, int vocab,

@@ -30,6 +30,10 @@ class Parameter:
     is_pointer: bool
     dtype: np.dtype[Any] | None             # of the value, or of what it points to; None: anything
 
+    @property
+    def scalar_type(self) -> type | None:
+        return None if self.dtype is None else self.dtype.type
+
     def __str__(self) -> str:
         return f"{self.name} ({'any' if self.dtype is None else self.dtype}{'*' if self.is_pointer else ''})"
 
@@ -56,23 +60,20 @@ def parse_signature(text: str, entry: str) -> tuple[Parameter, ...]:
     raise ValueError(f"no kernel {name} in the source")
 
 
-def check_arguments(source: str, entry: str, arguments: Sequence[Any], array_types: tuple[type, ...]) -> None:
-    """Raises: TypeError where their number differs from the parameters', or the type of one."""
+def check_arguments(source: str, entry: str, arguments: Sequence[Any], array_types: Any) -> None:
+    """Raises: TypeError where their number differs from the parameters', or the type of one. array_types: a tuple."""
     parameters = signature(source, entry)
     if len(arguments) != len(parameters):
         raise TypeError(f"{entry} takes {len(parameters)} arguments, {len(arguments)} given")
     for argument, parameter in zip(arguments, parameters, strict=True):
         if not parameter.is_pointer:
-            if not isinstance(argument, np.generic) or argument.dtype != parameter.dtype:
+            if type(argument) is not parameter.scalar_type:
                 raise TypeError(f"{entry}: {parameter} is given {type(argument).__name__} {argument!r}")
-        elif argument is not None:
-            if not isinstance(argument, array_types):
-                raise TypeError(f"{entry}: {parameter} is given {type(argument).__name__}")
-            array: Any = argument
-            if parameter.dtype not in (None, array.dtype):
-                raise TypeError(f"{entry}: {parameter} is given {array.dtype}{list(array.shape)}")
-            if not array.flags.c_contiguous:
-                raise TypeError(f"{entry}: {parameter} is given {list(array.shape)} with strides {array.strides}")
+        elif argument is not None and not (isinstance(argument, array_types) and argument.flags.c_contiguous
+                                           and (parameter.dtype is None or argument.dtype == parameter.dtype)):
+            given = f"{argument.dtype}{list(argument.shape)} with strides {list(argument.strides)}" \
+                if isinstance(argument, array_types) else type(argument).__name__
+            raise TypeError(f"{entry}: {parameter} is given {given}")
 
 
 def _after_attributes(text: str, start: int) -> int:

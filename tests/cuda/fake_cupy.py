@@ -39,11 +39,17 @@ class FakeArray:
     def __init__(self, host: NDArray[Any], owner: object) -> None:
         self.host, self._owner = host, owner
         self.shape, self.dtype, self.nbytes, self.strides = host.shape, host.dtype, host.nbytes, host.strides
-        self.flags, self.size = host.flags, host.size
+        self.flags, self.size, self.ndim = host.flags, host.size, host.ndim
         self.data = types.SimpleNamespace(ptr=host.ctypes.data)
 
     def __getitem__(self, index: Any) -> FakeArray:
         return FakeArray(self.host[index], self._owner)
+
+    def reshape(self, *shape: Any) -> FakeArray:
+        return FakeArray(self.host.reshape(*shape), self._owner)
+
+    def view(self, dtype: Any) -> FakeArray:
+        return FakeArray(self.host.view(dtype), self._owner)
 
     @property
     def T(self) -> FakeArray:
@@ -162,13 +168,13 @@ class FakeKernel:
                 assert isinstance(argument, np.generic), f"CuPy picks a type for {argument!r} as it likes"
                 assert argument.dtype in NUMBERS
                 values.append(argument)
-        stream.add(lambda: self.cupy.kernels[self.entry](*values), addresses)
+        stream.add(lambda: self.cupy.run_kernel(self.entry, grid, block, shared_mem, values), addresses)
 
 
 class FakeModule:
     def __init__(self, cupy: FakeCupy, code: str, options: tuple[str, ...], name_expressions: list[str]) -> None:
         assert options == ("-std=c++17",)
-        assert '#include "' not in code, "CuPy's cache does not see what is included"
+        assert '#include "common.cuh"' not in code, "CuPy's cache does not see what is included"
         self.cupy, self.entries = cupy, list(name_expressions)
         cupy.modules.append(self.entries)
 
@@ -203,6 +209,10 @@ class FakeCupy(types.ModuleType):
                 getDeviceProperties=lambda device_id: {"name": b"Fake GPU", "multiProcessorCount": 16}),
             Device=lambda device_id: FakeDevice(self, device_id), Stream=self._new_stream, Event=FakeEvent,
             alloc_pinned_memory=self._alloc_pinned)
+
+    def run_kernel(self, entry: str, grid: tuple[int, ...], block: tuple[int, ...], shared_bytes: int,
+                   values: list[Any]) -> None:
+        self.kernels[entry](*values)
 
     def check_status(self) -> None:
         if self.status is not None:

@@ -157,6 +157,15 @@ def test_a_download_gives_its_pinned_memory_back(launcher: CupyLauncher, cupy: F
     np.testing.assert_array_equal(result, np.arange(3))
 
 
+def test_a_download_that_nobody_reads_gives_its_memory_back_after_its_copy(launcher: CupyLauncher,
+                                                                           cupy: FakeCupy) -> None:
+    device = launcher.upload(np.arange(3))
+    held = cupy.num_pinned_bytes
+    launcher.download_async(device)
+    assert cupy.num_pinned_bytes == held
+    launcher.synchronize()                      # a copy into memory that is given back would raise here
+
+
 def test_an_event_is_passed_when_all_before_it_is_done(launcher: CupyLauncher) -> None:
     device = launcher.upload(np.zeros(3, np.int32))
     event = launcher.record()
@@ -226,7 +235,7 @@ def test_shared_memory_beyond_48_kib_is_asked_for_once(launcher: CupyLauncher, c
     (lambda x: (x, x, None, x, np.int32(1)), r"factor \(float32\) is given FakeArray"),
     (lambda x: (x, x, np.float32(1), np.float32(1), np.int32(1)), r"bias \(float32\*\) is given float32"),
     (lambda x: (x, x, 4711, np.float32(1), np.int32(1)), r"bias \(float32\*\) is given int"),
-    (lambda x: (x[::2], x, None, np.float32(1), np.int32(1)), r"out \(float32\*\) is given \[2\] with strides \(8,\)"),
+    (lambda x: (x[::2], x, None, np.float32(1), np.int32(1)), r"out \(float32\*\) is given .* with strides \[8\]"),
     (lambda x: (np.zeros(4, np.float32), x, None, np.float32(1), np.int32(1)), r"float32\[4\] is in host memory"),
 ])
 def test_arguments_are_held_against_the_kernels_parameters(launcher: CupyLauncher, arguments: object,

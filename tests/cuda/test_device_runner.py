@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cuda.device_runner import DeviceRunner
+from cuda.device_runner import INDEX_CHANGES, DeviceRunner
 from cuda.kernels.ops import KernelOps
 from cuda.kernels.types import BF16, FP16
 from cuda.kv_cache import kv_groups
@@ -37,14 +37,14 @@ def runner(model: str, dtype: np.dtype[Any] = BF16, kv_dtype: KVDtype | None = N
     spec, weights = tiny_model(model)
     ops = KernelOps(EmulatorLauncher(**launcher), dtype, deterministic)
     return DeviceRunner(spec, weights, ops, [NUM_BLOCKS] * len(kv_groups(spec)), max_num_seqs=4,
-                        max_num_batched_tokens=32, max_model_len=96, kv_dtype=kv_dtype or ops.kv_dtypes[0],
+                        max_num_batched_tokens=48, max_model_len=96, kv_dtype=kv_dtype or ops.kv_dtypes[0],
                         graphs=graphs)
 
 
 def reference(model: str, kv_dtype: KVDtype = "float32") -> Runner:
     spec, weights = tiny_model(model)
     return Runner(spec, weights, ReferenceOps(), [NUM_BLOCKS] * len(kv_groups(spec)), max_num_seqs=4,
-                  max_num_batched_tokens=32, max_model_len=96, kv_dtype=kv_dtype)
+                  max_num_batched_tokens=48, max_model_len=96, kv_dtype=kv_dtype)
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -77,7 +77,8 @@ GAPS: dict[Any, float] = {BF16: 0.03, FP16: 0.003}
 KV_GAPS: dict[KVDtype, float] = {"int8": 0.03, "fp8": 0.08}
 
 
-def assert_same_greedy_tokens(running: DeviceRunner, model: str, gap: float, kv_dtype: KVDtype = "float32") -> None:
+def assert_same_greedy_tokens(running: DeviceRunner, model: str, gap: float, kv_dtype: KVDtype = "float32",
+                              first_chunk: int = 25) -> None:
     """Two sequences in chunks that mix with decode rows."""
     answers, logits = [], []
     expected = reference(model, kv_dtype)
@@ -85,7 +86,7 @@ def assert_same_greedy_tokens(running: DeviceRunner, model: str, gap: float, kv_
     for x in (running, expected):
         start(x, 2, prompt(1, 40))
         start(x, 0, prompt(2, 21))
-        outputs = [step(x, [(2, 0, 25)]), step(x, [(2, 25, 40), (0, 0, 9)]), step(x, [(0, 9, 21)])]
+        outputs = [step(x, [(2, 0, first_chunk)]), step(x, [(2, first_chunk, 40), (0, 0, 9)]), step(x, [(0, 9, 21)])]
         outputs += [step(x, [], resting=[2] if i == 3 else []) for i in range(24)]
         answers.append({slot: [token for token, _ in tokens_of(outputs, slot)] for slot in (0, 2)})
     num_equal = 0
@@ -119,7 +120,18 @@ def test_greedy_tokens_of_8_bit_keys_and_values_are_the_references(model: str, k
 
 def test_greedy_tokens_with_cublas_and_tiles_are_the_references() -> None:
     """The mode that is not deterministic: prefill_attention and `matmul` in place of the row-invariant kernels."""
-    assert_same_greedy_tokens(runner("llama", deterministic=False), "llama", GAPS[BF16])
+    running = runner("llama", deterministic=False)
+    launcher: Any = running.launcher
+    matmul, num_products = launcher.matmul, 0
+
+    def counted(*arrays: Any) -> None:
+        nonlocal num_products
+        num_products += 1
+        matmul(*arrays)
+
+    launcher.matmul = counted
+    assert_same_greedy_tokens(running, "llama", GAPS[BF16], first_chunk=39)
+    assert num_products == 4 * running.spec.num_layers, "the step of 39 rows"
 
 
 EQUAL = pytest.mark.parametrize(("model", "kv_dtype"), [("llama-quantized", "bf16"), ("gemma3", "bf16"),
@@ -248,3 +260,20 @@ def test_two_layers_of_the_default_model() -> None:
     spec = dataclasses.replace(DEFAULT_SHAPE, layers=DEFAULT_SHAPE.layers[:2])
     report = Report(minutes=1.0)
     check_greedy_tokens(EmulatorLauncher(), spec, random_model(spec), ModelSizes(prompt=20, answer=4), report)
+
+
+def test_many_changes_of_the_index_go_up_without_a_look_up() -> None:
+    """So that the first one after a long time has few to wait for."""
+    running = runner("llama")
+    running.keep_index(400)
+    assert running.prefix_table is not None
+    root = bytes(16)
+    keys = [number.to_bytes(16, "little") for number in range(1, 401)]
+    running.change_index([(number, keys[number], root, prompt(number, 16)) for number in range(INDEX_CHANGES - 1)])
+    running.launch(None)
+    assert running.prefix_table.num_changes == INDEX_CHANGES - 1
+    running.change_index([(0, b"", b"", ()), (399, keys[399], root, prompt(399, 16))])
+    running.launch(None)
+    assert running.prefix_table.num_changes == 0
+    questions = [(root, [keys[number]], prompt(number, 16)) for number in (0, 1, 399)]
+    assert running.look_up(questions)() == [0, 1, 1]

@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
+import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -184,3 +186,13 @@ def test_who_asks_for_the_processor_gets_it_unasked(monkeypatch: pytest.MonkeyPa
     assert choose_device("cpu") == ("cpu", "as asked")
     with pytest.raises(ValueError, match="device must be auto, cpu or cuda, got 'tpu'"):
         choose_device("tpu")
+
+
+def test_a_tool_that_is_asked_for_cuda_ends_with_one_line() -> None:
+    result = subprocess.run([sys.executable, "-m", "tools.chat", "--device", "cuda", "hello"], capture_output=True,
+                            text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    assert result.returncode != 0
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("chat: device cuda: ")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cuda.host.register_tile import MAX_ROWS
 from cuda.host.ops import HostOps
+from cuda.host.register_tile import MAX_ROWS
 from cuda.ops import BLOCK_SIZE, KVDtype
 from cuda.reference import ReferenceOps
 from tests.cuda.host_support import (

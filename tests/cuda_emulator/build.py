@@ -32,10 +32,11 @@ _RUNTIME_FLAGS = (*_FLAGS, "-O3", "-Wall", "-Wextra", "-Werror", "-fno-semantic-
 _STYLE = ("unknown-pragmas", "unused-variable", "unused-but-set-variable", "unused-function", "maybe-uninitialized",
           "parentheses", "sign-compare", "comment")
 # Compilation, then linking: the compiler's calls go to hooks of our own, libtsan and libubsan are not linked.
+# MEMORY without optimisation: the small cases run for less time than it would cost.
 _SANITIZE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     PLAIN: (("-O2", "-Wall", "-Werror", *(f"-Wno-{warning}" for warning in _STYLE)), ()),
     RACE: (("-O1", "-fsanitize=thread"), ()),
-    MEMORY: (("-O1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined",
+    MEMORY: (("-O0", "-fno-omit-frame-pointer", "-fsanitize=address,undefined",
               "-fsanitize-recover=address,undefined"), ("-fsanitize=address",)),
 }
 
@@ -117,7 +118,7 @@ def cache_folder() -> Path:
 def source_line(path: str, offset: str) -> str:
     """Function, file and line of an offset in a library, innermost first, kernel sources only where there are any."""
     found = subprocess.run(["addr2line", "-Cfpie", path, offset], capture_output=True, text=True, check=False).stdout
-    places = re.findall(r"(?m)^(?: \(inlined by\) )?(.*) at (?:.*/)?([^/]+:\d+)", found)
+    places = re.findall(r"(?m)^(?: \(inlined by\) )?(?:void )?(.*) at (?:.*/)?([^/]+:\d+)", found)
     kernels = [place for place in places if not place[1].startswith(("cuda_on_host.h", "host_numbers.h"))]
     return " in ".join(f"{line} ({function.split('(')[0]})" for function, line in (kernels or places)[:3]) or "?"
 
@@ -132,9 +133,13 @@ def _in_use(path: Path) -> bool:
 
 
 def _drop_old() -> None:
-    for path in cache_folder().glob("*.so"):
+    for path in cache_folder().iterdir():
         try:
-            if path.stat().st_mtime < time.time() - _UNUSED_FOR_S:
+            if path.stat().st_mtime > time.time() - _UNUSED_FOR_S:
+                continue
+            if path.is_dir():               # of a builder that was killed
+                shutil.rmtree(path, ignore_errors=True)
+            else:
                 path.unlink()
         except FileNotFoundError:
             pass                            # another builder was quicker

@@ -61,23 +61,35 @@ struct MmaSlot {
     const uint32_t *a, *b;
 };
 
+// sums = a b, by k in order.
+__attribute__((target_clones("avx2", "default"))) void matrix_product(float (&sums)[16][8], const float (&a)[16][16],
+                                                                      const float (&b)[16][8]) {
+    for (int row = 0; row < 16; row++) {
+        float total[8] = {};
+        for (int k = 0; k < 16; k++)
+            for (int column = 0; column < 8; column++) total[column] += a[row][k] * b[k][column];
+        memcpy(sums[row], total, sizeof total);
+    }
+}
+
 template <float (*decode)(uint16_t)>
 void multiply(Meeting& meeting) {
-    float a[16][16], b[16][8], sums[16][8];
+    uint16_t a_bits[16][16], b_bits[16][8];
     for (int lane = 0; lane < 32; lane++) {
         const MmaSlot& slot = *(const MmaSlot*)meeting.slots[lane];
         const int group = lane / 4, pair = lane % 4 * 2;
-        for (int half = 0; half < 2; half++) {
-            for (int i = 0; i < 4; i++)
-                a[group + i % 2 * 8][pair + half + i / 2 * 8] = decode((uint16_t)(slot.a[i] >> (16 * half)));
-            for (int i = 0; i < 2; i++) b[pair + half + i * 8][group] = decode((uint16_t)(slot.b[i] >> (16 * half)));
+        for (int i = 0; i < 4; i++) memcpy(&a_bits[group + i % 2 * 8][pair + i / 2 * 8], &slot.a[i], 4);
+        for (int i = 0; i < 2; i++) {
+            b_bits[pair + i * 8][group] = (uint16_t)slot.b[i];
+            b_bits[pair + i * 8 + 1][group] = (uint16_t)(slot.b[i] >> 16);
         }
     }
-    for (int row = 0; row < 16; row++) {
-        for (int column = 0; column < 8; column++) sums[row][column] = 0;
-        for (int k = 0; k < 16; k++)
-            for (int column = 0; column < 8; column++) sums[row][column] += a[row][k] * b[k][column];
+    float a[16][16], b[16][8], sums[16][8];
+    for (int k = 0; k < 16; k++) {
+        for (int i = 0; i < 16; i++) a[k][i] = decode(a_bits[k][i]);
+        for (int i = 0; i < 8; i++) b[k][i] = decode(b_bits[k][i]);
     }
+    matrix_product(sums, a, b);
     for (int lane = 0; lane < 32; lane++)
         for (int i = 0; i < 4; i++)
             ((MmaSlot*)meeting.slots[lane])->d[i] += sums[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2];

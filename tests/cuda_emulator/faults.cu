@@ -1,4 +1,4 @@
-// Kernels with one planted fault each, and their faultless twins: what the emulator must find, and what it must let pass.
+// Kernels with one planted fault each, and their faultless twins: what the emulator must find, and what must pass.
 // Template arguments choose: FAULTY or not.
 #include "common.cuh"
 
@@ -214,7 +214,7 @@ __global__ void parameters(T* out, const T* in, const uint4* wide, float scale, 
     if (threadIdx.x < 1) out[0] = in[0];
 }
 
-// ---- the twins of the language: what each primitive does, for the tests to compare ---------------------------------
+// ---- what each primitive of the language does, for the tests to compare ---------------------------------------------
 
 // Eleven answers for each lane, out [11, 32].
 __global__ void collectives(int* out, const int* in) {
@@ -230,6 +230,11 @@ __global__ void collectives(int* out, const int* in) {
     out[256 + lane] = (int)__match_any_sync(FULL_WARP, value % 4);
     out[288 + lane] = __dp4a(value, in[(lane + 1) % 32], 100);
     if (lane < 16) out[320 + lane] = __shfl_xor_sync(0xffffu, value, 1);
+}
+
+// When each thread came, out [blocks, threads].
+__global__ void arrivals(int* out, int* arrived) {
+    out[blockIdx.x * blockDim.x + threadIdx.x] = atomicAdd(arrived, 1);
 }
 
 __global__ void votes(int* out, const int* in) {

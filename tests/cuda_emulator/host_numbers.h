@@ -158,10 +158,10 @@ inline std::common_type_t<A, B> max(A a, B b) {
 namespace emu {
 inline float half_to_float(uint16_t half) {
     const uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = half & 0x7c00;
-    uint32_t bits = (uint32_t)(half & 0x7fff) << 13;
-    if (exponent == 0x7c00) return __uint_as_float(sign | 0x7f800000 | bits);
-    if (exponent == 0) return __uint_as_float(sign | __float_as_uint((float)(half & 0x3ff) * 0x1p-24f));
-    return __uint_as_float(sign | (bits + (112u << 23)));
+    const uint32_t bits = (uint32_t)(half & 0x7fff) << 13, special = 0x7f800000 | bits;
+    const uint32_t denormal = __float_as_uint((float)(int)(half & 0x3ff) * 0x1p-24f), normal = bits + (112u << 23);
+    // Without branches, so that g++ makes vectors of it.
+    return __uint_as_float(sign | (exponent == 0x7c00 ? special : exponent == 0 ? denormal : normal));
 }
 inline uint16_t float_to_half(float value) {
     const uint32_t bits = __float_as_uint(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;

@@ -19,8 +19,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cuda.memory import available_host_bytes
 from cuda.kernels.kernel_spec import Instance, KernelSpec
+from cuda.memory import available_host_bytes
 from tests.cuda_emulator import build
 
 ALIGNMENT = 256
@@ -96,6 +96,11 @@ def _function(source: Path, entry: str, sanitize: str) -> _Function:
     return _Function(build.library(source, entry, sanitize))
 
 
+def parameter_types(source: Path, entry: str) -> list[tuple[bool, np.dtype[Any] | None]]:
+    """As the compiler sees them: (is a pointer, type of the value or of what it points to, None for any)."""
+    return [(parameter.is_pointer, parameter.dtype) for parameter in _function(source, entry, build.PLAIN).parameters]
+
+
 @dataclass(frozen=True, slots=True)
 class _Launch:
     """A launch with its arguments checked: `values` are addresses and bits of scalars."""
@@ -135,10 +140,10 @@ class EmulatorDownload:
     done = True
 
     def __init__(self, array: NDArray[Any]) -> None:
-        self._array = array.copy()
+        self._result = array.copy()
 
     def get(self) -> NDArray[Any]:
-        return self._array
+        return self._result
 
 
 class EmulatorLauncher:
@@ -147,10 +152,11 @@ class EmulatorLauncher:
     sanitize: `build.PLAIN`; `build.RACE`: unordered accesses, reads of shared memory that nobody wrote, accesses
     outside the arrays given; `build.MEMORY`: ASan and UBSan, in a process with `build.asan_library()` preloaded.
     specs: whose instances may be launched; those of cuda/kernels/registry.py where None.
+    memory_bytes: of the device that this one stands for; what the host has free where None.
     """
 
     def __init__(self, order: int = 0, lazy: bool = True, seed: int = 1, sanitize: str = build.PLAIN,
-                 specs: Iterable[KernelSpec] | None = None) -> None:
+                 specs: Iterable[KernelSpec] | None = None, memory_bytes: int | None = None) -> None:
         if specs is None:
             from cuda.kernels.registry import KERNELS
             specs = KERNELS
@@ -161,20 +167,25 @@ class EmulatorLauncher:
         self._specs = {spec.source: spec for spec in specs}
         self._instances: dict[tuple[str, str], tuple[_Function, Instance]] = {}
         self._records: list[_Launch | tuple[NDArray[Any], NDArray[Any]]] | None = None
+        self._memory = _Memory(memory_bytes)
 
     # ---- memory
+    def free_bytes(self) -> int:
+        return available_host_bytes() if self._memory.free_bytes is None else self._memory.free_bytes
+
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> NDArray[Any]:
         self._not_in_capture("empty")
         dtype = np.dtype(dtype)
-        num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        memory = _allocate(num_bytes)
-        memory.fill(POISON)
-        return memory.view(dtype).reshape(shape)
+        array: NDArray[Any] = self._memory.allocate(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize).view(dtype)
+        return array.reshape(shape)
 
     def zeros(self, shape: int | tuple[int, ...], dtype: Any) -> NDArray[Any]:
         array = self.empty(shape, dtype)
         array.reshape(-1).view(np.uint8).fill(0)
         return array
+
+    def empty_pinned(self, shape: int | tuple[int, ...], dtype: Any) -> NDArray[Any]:
+        return self.empty(shape, dtype)
 
     def upload(self, array: NDArray[Any]) -> NDArray[Any]:
         self._not_in_capture("upload")
@@ -198,35 +209,26 @@ class EmulatorLauncher:
         self._not_in_capture("download")
         return array.copy()
 
-    # NOTE: what follows is used by cuda/device_runner.py, cuda/kernels/slot_sampling.py and tools.gpu_check: keep it.
     def download_async(self, array: NDArray[Any]) -> EmulatorDownload:
-        self._not_in_capture("download_async")
+        self._not_in_capture("download")
         return EmulatorDownload(array)
 
-    def free_bytes(self) -> int:
-        return available_host_bytes()
-
-    def empty_pinned(self, shape: int | tuple[int, ...], dtype: Any) -> NDArray[Any]:
-        return self.empty(shape, dtype)
-
     def record(self) -> EmulatorEvent:
-        self._not_in_capture("record")
+        self._not_in_capture("event")
         return EmulatorEvent()
 
     def synchronize(self) -> None:
         self._not_in_capture("synchronize")
 
-    def close(self) -> None:
-        self._not_in_capture("close")
-
     # ---- work
-    def compile(self, source: str, entries: Sequence[str]) -> None:
-        for entry in entries:
-            self._find(source, entry)
-
     def matmul(self, x: NDArray[Any], weight: NDArray[Any], out: NDArray[Any]) -> None:
         self._not_in_capture("matmul")
-        assert x.dtype == weight.dtype == out.dtype and x.dtype.itemsize == 2, f"{x.dtype}, {weight.dtype}, {out.dtype}"
+        if not x.dtype == weight.dtype == out.dtype or x.dtype.itemsize != 2:
+            raise TypeError(f"{x.dtype} x {weight.dtype} -> {out.dtype}: all must be one 16-bit type")
+        if not (x.flags.c_contiguous and weight.flags.c_contiguous and out.flags.c_contiguous):
+            raise TypeError("a product is of contiguous arrays")
+        if x.shape[1] != weight.shape[1] or out.shape != (len(x), len(weight)):
+            raise ValueError(f"shapes {x.shape} x {weight.shape}^T -> {out.shape} do not fit")
         columns, rows = x.astype(np.float32), weight.astype(np.float32)
         total = np.zeros(out.shape, np.float32)
         for k in range(x.shape[1]):         # one order for any number of rows; a BLAS has more
@@ -235,10 +237,7 @@ class EmulatorLauncher:
 
     def launch(self, source: str, entry: str, grid: tuple[int, ...], block: tuple[int, ...],
                arguments: tuple[Any, ...], shared_bytes: int = 0) -> None:
-        known = self._instances.get((source, entry))
-        if known is None:
-            known = self._instances[source, entry] = self._find(source, entry)
-        function, instance = known
+        function, instance = self._instances.get((source, entry)) or self._find(source, entry)
         launch = _Launch(function, instance, _three(grid), _three(block), shared_bytes,
                          _check_arguments(entry, function.parameters, arguments), arguments)
         if self._records is None:
@@ -246,13 +245,19 @@ class EmulatorLauncher:
         else:
             self._records.append(launch)
 
+    def compile(self, source: str, entries: Sequence[str]) -> None:
+        for entry in entries:
+            self._find(source, entry)
+
     def _find(self, source: str, entry: str) -> tuple[_Function, Instance]:
         spec = self._specs.get(source)
         if spec is None:
             raise KeyError(f"{source} belongs to no KernelSpec of this launcher, which knows {sorted(self._specs)}")
         for instance in spec.instances:
             if instance.entry == entry:
-                return _function(build.KERNELS_FOLDER / source, entry, self._sanitize), instance
+                known = _function(build.KERNELS_FOLDER / source, entry, self._sanitize), instance
+                self._instances[source, entry] = known
+                return known
         raise KeyError(f"{entry} is not among the instances of the KernelSpec {spec.name}: "
                        f"{[instance.entry for instance in spec.instances]}")
 
@@ -263,7 +268,8 @@ class EmulatorLauncher:
             raise ValueError(f"{instance.entry}: {num_threads} threads a block, its instance says {instance.threads}")
         self.num_launches += 1
         with _one_launch_at_a_time:
-            function.values[:len(launch.values)] = launch.values
+            for index, value in enumerate(launch.values):
+                function.values[index] = value
             options = function.options
             options.grid[:], options.block[:] = launch.grid, launch.block
             options.shared_bytes, options.order, options.seed = launch.shared_bytes, self._order, self._seed
@@ -290,26 +296,51 @@ class EmulatorLauncher:
         records, self._records = self._records, None
         return EmulatorGraph(self, records)
 
+    def close(self) -> None:
+        self.synchronize()
+
     def _not_in_capture(self, what: str) -> None:
         if self._records is not None:
             raise RuntimeError(f"{what} during a capture")
 
 
-def _allocate(num_bytes: int) -> NDArray[np.uint8]:
-    """Of the C library, so that ASan knows the array's exact end."""
-    pointer = ctypes.c_void_p()
-    if _libc.posix_memalign(ctypes.byref(pointer), ctypes.c_size_t(ALIGNMENT), ctypes.c_size_t(max(num_bytes, 1))):
-        raise MemoryError(f"{num_bytes} bytes")
-    assert pointer.value is not None
-    memory = (ctypes.c_uint8 * num_bytes).from_address(pointer.value)
-    weakref.finalize(memory, _libc.free, pointer.value).atexit = False
-    return np.frombuffer(memory, np.uint8) if num_bytes else np.zeros(0, np.uint8)
+class _Memory:
+    """Of the C library, so that ASan knows every array's exact end."""
+
+    def __init__(self, free_bytes: int | None) -> None:
+        self.free_bytes = free_bytes        # None: no bound of its own
+
+    def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Poisoned. Raises: MemoryError"""
+        pointer = ctypes.c_void_p()
+        size = ctypes.c_size_t(max(num_bytes, 1))
+        if self.free_bytes is not None and num_bytes > self.free_bytes:
+            raise MemoryError(f"{num_bytes} bytes, {self.free_bytes} are free")
+        if _libc.posix_memalign(ctypes.byref(pointer), ctypes.c_size_t(ALIGNMENT), size):
+            raise MemoryError(f"{num_bytes} bytes")
+        assert pointer.value is not None
+        buffer = (ctypes.c_uint8 * size.value).from_address(pointer.value)
+        weakref.finalize(buffer, self._free, pointer.value, num_bytes).atexit = False
+        self._take(num_bytes)
+        memory: NDArray[np.uint8] = np.frombuffer(memoryview(buffer), np.uint8)[:num_bytes]
+        memory.fill(POISON)
+        return memory
+
+    def _free(self, address: int, num_bytes: int) -> None:
+        _libc.free(address)
+        self._take(-num_bytes)
+
+    def _take(self, num_bytes: int) -> None:
+        if self.free_bytes is not None:
+            self.free_bytes -= num_bytes
 
 
 def _check_copy(destination: NDArray[Any], source: NDArray[Any]) -> None:
-    assert destination.flags.c_contiguous and source.flags.c_contiguous, "a copy is of contiguous arrays"
-    assert destination.dtype == source.dtype and destination.size == source.size, \
-        f"a copy of {source.dtype}{list(source.shape)} into {destination.dtype}{list(destination.shape)}"
+    """Raises: TypeError"""
+    if (destination.dtype, destination.nbytes) != (source.dtype, source.nbytes):
+        raise TypeError(f"copy of {source.dtype}{list(source.shape)} into {destination.dtype}{list(destination.shape)}")
+    if not (destination.flags.c_contiguous and source.flags.c_contiguous):
+        raise TypeError(f"copy of arrays that are not contiguous: strides {source.strides}, {destination.strides}")
 
 
 def _copy(destination: NDArray[Any], source: NDArray[Any]) -> None:

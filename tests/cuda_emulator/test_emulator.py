@@ -1,10 +1,10 @@
-"""The emulator finds every planted fault of faults.cu, lets its faultless twins pass, and computes as CUDA does."""
+"""The emulator finds each planted fault of faults.cu, lets its faultless twin pass and refuses what devices refuse."""
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -12,105 +12,30 @@ from numpy.typing import NDArray
 from cuda.kernels.kernel_spec import Instance, KernelSpec
 from tests.cuda_emulator import build, under_asan
 from tests.cuda_emulator.build import MEMORY, PLAIN, RACE
+from tests.cuda_emulator.fault_kernels import BF16, FAULTS, SPEC, emulator, floats, integers, no_reference, run
 from tests.cuda_emulator.launcher import EmulatorError, EmulatorLauncher
 
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
-
-FAULTS = str(Path(__file__).parent / "faults.cu")
-BF16 = np.dtype(ml_dtypes.bfloat16)
-E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
-
-
-def no_reference(**arguments: Any) -> dict[str, NDArray[Any]]:
-    raise AssertionError("faults have no reference")
-
-
-ENTRIES = [f"{name}<{faulty}>" for faulty in ("true", "false")
-           for name in ("missing_barrier", "buffer_used_again", "weak_wait", "groups_of_lanes", "blocks_add")]
-ENTRIES += [f"lock_step<{order}>" for order in range(3)] + [f"last_block<{fault}>" for fault in range(4)]
-ENTRIES += [f"{name}<{dtype}>" for name in ("product", "arithmetic", "parameters")
-            for dtype in ("__half", "__nv_bfloat16")]
-ENTRIES += ["copies_left_behind", "misaligned_copy", "copy_out_of_bounds", "read_out_of_bounds", "write_out_of_bounds",
-            "shared_out_of_bounds", "shared_index_out_of_bounds", "misaligned", "wide_shift", "written_constant",
-            "uninitialised_shared", "half_block_barrier", "two_barriers", "lanes_that_left",
-            "shuffle_from_outside_the_mask", "lane_outside_its_mask", "overlapping_masks", "two_shuffles",
-            "two_collectives", "two_sums", "too_much_shared", "collectives", "votes", "decode", "encode", "reductions",
-            "denormals"]
-SPEC = KernelSpec("faults", FAULTS, tuple(Instance(entry, 128, 255, 4096) for entry in ENTRIES), lambda **_: None,
-                  no_reference, ())
-
-
-def emulator(order: int = 0, lazy: bool = True, sanitize: str = PLAIN, seed: int = 1) -> EmulatorLauncher:
-    return EmulatorLauncher(order, lazy, seed, sanitize, [SPEC])
-
-
-def floats(count: int) -> NDArray[np.float32]:
-    return np.arange(count, dtype=np.float32)
-
-
-def integers(count: int) -> NDArray[np.int32]:
-    return np.arange(count, dtype=np.int32)
-
-
-# entry: (arrays and scalars, threads, blocks)
-LAUNCHES: dict[str, tuple[tuple[Any, ...], int, int]] = {
-    "missing_barrier": ((floats(64), floats(64)), 64, 1),
-    "buffer_used_again": ((floats(128), floats(128)), 64, 1),
-    "weak_wait": ((floats(128), floats(256)), 32, 1),
-    "copies_left_behind": ((floats(32), floats(128)), 32, 1),
-    "misaligned_copy": ((floats(32), floats(128)), 32, 1),
-    "copy_out_of_bounds": ((floats(32), floats(126)), 32, 1),
-    "read_out_of_bounds": ((floats(32), floats(32)), 32, 1),
-    "write_out_of_bounds": ((floats(32),), 32, 1),
-    "shared_out_of_bounds": ((floats(32),), 32, 1),
-    "shared_index_out_of_bounds": ((floats(32),), 32, 1),
-    "misaligned": ((floats(32), floats(132)), 32, 1),
-    "wide_shift": ((integers(32), np.int32(40)), 32, 1),
-    "written_constant": ((floats(32), floats(32)), 32, 1),
-    "lock_step": ((integers(32), integers(32)), 32, 1),
-    "groups_of_lanes": ((integers(32), integers(32)), 32, 1),
-    "uninitialised_shared": ((floats(64),), 64, 1),
-    "blocks_add": ((integers(1),), 32, 3),
-    "last_block": ((floats(64), floats(192), np.zeros(1, np.int32)), 64, 3),
-    "half_block_barrier": ((floats(64),), 64, 1),
-    "two_barriers": ((floats(64),), 64, 1),
-    "lanes_that_left": ((integers(32),), 32, 1),
-    "shuffle_from_outside_the_mask": ((integers(32),), 32, 1),
-    "lane_outside_its_mask": ((integers(32),), 32, 1),
-    "overlapping_masks": ((integers(32),), 32, 1),
-    "two_shuffles": ((integers(32),), 32, 1),
-    "two_collectives": ((integers(32),), 32, 1),
-    "two_sums": ((floats(32),), 32, 1),
-}
-
-
-def run(launcher: EmulatorLauncher, entry: str) -> NDArray[Any]:
-    """Launches `entry` on copies of its arguments; returns the first, its output."""
-    arguments, threads, blocks = LAUNCHES[entry.split("<")[0]]
-    given = [launcher.upload(argument) if isinstance(argument, np.ndarray) else argument for argument in arguments]
-    launcher.launch(FAULTS, entry, (blocks,), (threads,), tuple(given))
-    return launcher.download(given[0])
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("entry", "message"), [
-    ("missing_barrier<true>", r"race: read of byte \d+ of a shared array at faults.cu:\d+ \(void missing_barrier<true>\)"
-                              r" is not ordered with the write|read of uninitialised shared memory"),
+    ("missing_barrier<true>", r"uninitialised shared memory: byte 252 of a shared array at faults.cu:\d+ .missing_"),
     ("buffer_used_again<true>", "race: write of byte .* is not ordered with the read by thread .* of this block"),
     ("weak_wait<true>", r"race: read .* is not ordered with the cp.async in flight by thread 0 of this block"),
     ("lock_step<0>", "race: |uninitialised"),
     ("lock_step<1>", r"race: read .* is not ordered with the write by thread 31 of this block at faults.cu"),
     ("groups_of_lanes<true>", "race: read .* is not ordered with the write by thread 7 of this block|uninitialised"),
     ("uninitialised_shared", r"thread \(40,0,0\): read of uninitialised shared memory: byte 160 of a shared array"),
-    ("blocks_add<true>", "race: read of byte 0 of argument 0 .* not ordered with the write by thread 0 of another block"),
+    ("blocks_add<true>", "race: read of byte 0 of argument 0 .* with the write by thread 0 of another block"),
     ("last_block<1>", "race: read of byte .* of argument 1 .* not ordered with the write by .* of another block"),
     ("last_block<2>", "race: read of byte .* of argument 1 .* not ordered with the write by .* of another block"),
     ("last_block<3>", "race: read of byte .* of argument 1 .* not ordered with the write by .* of another block"),
     ("read_out_of_bounds", r"thread \(31,0,0\): read of 4 bytes outside the arrays of the launch, 0 bytes past the end "
                            r"of argument 1 at faults.cu:\d+ \(read_out_of_bounds\)"),
     ("write_out_of_bounds", r"thread \(0,0,0\): write of 4 bytes outside .*, 4 bytes before argument 0 at faults.cu"),
-    ("shared_out_of_bounds", "write of 4 bytes outside the arrays of the launch, 0 bytes past the end of a shared array"),
+    ("shared_out_of_bounds", "write of 4 bytes outside the arrays .*, 0 bytes past the end of a shared array"),
     ("copy_out_of_bounds", r"read of 16 bytes outside the arrays of the launch, 0 bytes past the end of argument 1 at "
                            r"common.cuh:\d+ \(cp_async16\) in faults.cu:\d+"),
     ("written_constant", "write to byte 0 of argument 1, which the kernel gets as constant at faults.cu"),
@@ -278,10 +203,42 @@ def test_new_memory_is_aligned_and_poisoned() -> None:
         assert array.dtype == np.dtype(dtype)
         assert array.shape == (shape if isinstance(shape, tuple) else (shape,))
     assert not launcher.zeros((3, 5), BF16).any()
+    assert launcher.empty_pinned(3, np.int32).tolist() == [-1, -1, -1]
     source = np.arange(6, dtype=np.int32)
     uploaded = launcher.upload(source)
     source[:] = 0
     np.testing.assert_array_equal(launcher.download(uploaded), np.arange(6))
+    download, event = launcher.download_async(uploaded), launcher.record()
+    uploaded[:] = 9
+    event.wait()
+    assert event.done
+    assert download.done
+    np.testing.assert_array_equal(download.get(), np.arange(6))
+
+
+def test_memory_ends_and_comes_back() -> None:
+    launcher = EmulatorLauncher(specs=[SPEC], memory_bytes=1000)
+    array = launcher.empty(100, np.float32)
+    assert launcher.free_bytes() == 600
+    with pytest.raises(MemoryError, match="601 bytes, 600 are free"):
+        launcher.empty(601, np.uint8)
+    part = array[50:]
+    del array
+    assert launcher.free_bytes() == 600, "a view keeps its array"
+    del part
+    assert launcher.free_bytes() == 1000
+
+
+def test_a_copy_or_product_of_other_types_or_layouts_is_refused() -> None:
+    launcher = emulator()
+    a, b = launcher.zeros((4, 4), np.float16), launcher.zeros((4, 4), BF16)
+    for one, other in ((a, b), (a, b[:2]), (a, a.T)):
+        with pytest.raises(TypeError, match="copy of"):
+            launcher.copy(one, other)
+        with pytest.raises(TypeError, match="must be one 16-bit type|a product is of"):
+            launcher.matmul(one, other, one)
+    with pytest.raises(ValueError, match=r"shapes \(4, 4\) x \(4, 4\)\^T -> \(2, 8\) do not fit"):
+        launcher.matmul(a, a, a.reshape(2, 8))
 
 
 def test_matmul_rounds_float32_sums_once_and_row_by_row() -> None:
@@ -330,129 +287,12 @@ def test_a_capture_refuses_what_a_device_refuses() -> None:
     launcher.synchronize()
 
 
-# ---- the language ----------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("order", [0, 1, 2])
-def test_warp_collectives_answer_as_documented(order: int) -> None:
-    values = np.random.default_rng(2).integers(0, 1000, 32).astype(np.int32)
-    values[9] = 7
-    out = np.zeros((11, 32), np.int32)
-    emulator(order).launch(FAULTS, "collectives", (1,), (32,), (out, values))
-    lanes = np.arange(32)
-    up, down = np.where(lanes < 2, lanes, lanes - 2), np.where(lanes > 29, lanes, lanes + 2)
-    down_in_groups = np.where(lanes % 8 > 5, lanes, lanes + 2) % 32
-    ballot = sum(1 << int(lane) for lane in lanes if values[lane] % 3 == 0)
-    same = [sum(1 << int(other) for other in lanes if values[other] % 4 == value % 4) for value in values]
-    octets = values.view(np.int8).reshape(32, 4).astype(np.int32)
-    expected = np.array([np.full(32, values[5]), values[lanes ^ 3], values[up], values[down], values[down_in_groups],
-                         np.full(32, ballot), np.full(32, 1), np.full(32, 1), same,
-                         (octets * np.roll(octets, -1, axis=0)).sum(axis=1) + 100,
-                         np.where(lanes < 16, values[lanes ^ 1], 0)]).astype(np.uint32)
-    np.testing.assert_array_equal(out.view(np.uint32), expected)
-
-
-def test_block_votes_count_all_threads() -> None:
-    out = np.zeros((3, 64), np.int32)
-    emulator(3).launch(FAULTS, "votes", (1,), (64,), (out, integers(64)))
-    np.testing.assert_array_equal(out, np.repeat([[61], [1], [0]], 64, axis=1))
-
-
-@pytest.mark.parametrize("lazy", [False, True])
-@pytest.mark.parametrize(("name", "dtype"), [("__half", np.dtype(np.float16)), ("__nv_bfloat16", BF16)])
-def test_mma_ldmatrix_and_copies_multiply_matrices(name: str, dtype: np.dtype[Any], lazy: bool) -> None:
-    random = np.random.default_rng(3)
-    a, b = (random.integers(-8, 9, shape).astype(dtype) for shape in ((16, 16), (16, 8)))
-    for sanitize in (PLAIN, RACE):
-        launcher = emulator(2, lazy, sanitize)
-        out = launcher.empty((16, 8), np.float32)
-        launcher.launch(FAULTS, f"product<{name}>", (1,), (32,), (out, launcher.upload(a), launcher.upload(b)))
-        np.testing.assert_array_equal(out, a.astype(np.float32) @ b.astype(np.float32))
-
-
-def test_reductions_give_every_thread_the_sum_in_warp_order() -> None:
-    values = np.random.default_rng(4).standard_normal(96).astype(np.float32) * 100
-    sums, largest = np.zeros(96, np.float32), np.zeros(96, np.int32)
-    emulator(2).launch(FAULTS, "reductions", (1,), (96,), (sums, largest, values))
-    lanes = values.reshape(3, 32)
-    while lanes.shape[1] > 1:
-        half = lanes.shape[1] // 2
-        lanes = lanes[:, :half] + lanes[:, half:]
-    np.testing.assert_array_equal(sums, np.full(96, (lanes[0, 0] + lanes[1, 0]) + lanes[2, 0], np.float32))
-    np.testing.assert_array_equal(largest, np.full(96, int(values.max()), np.int32))
-
-
-def test_denormal_floats_are_zero() -> None:
-    out = np.zeros(32, np.float32)
-    emulator().launch(FAULTS, "denormals", (1,), (32,), (out, np.full(32, 2**-126, np.float32)))
-    assert not out.any()
-    assert np.float32(2**-126) * np.float32(0.5) != 0, "NumPy's own arithmetic is as before"
-
-
-# ---- numbers ---------------------------------------------------------------------------------------------------------
-
-ALL_16_BITS = np.arange(65536, dtype=np.uint16)
-
-
-def assert_same_numbers(result: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
-    numbers = ~np.isnan(expected)
-    np.testing.assert_array_equal(result[numbers].view(np.uint32), expected[numbers].view(np.uint32))
-    assert np.isnan(result[~numbers]).all()
-
-
-def test_every_narrow_number_is_decoded_as_numpy_has_it() -> None:
-    half, bf16, e4m3 = (np.zeros(count, np.float32) for count in (65536, 65536, 256))
-    e4m3_as_bf16 = np.zeros(256, np.uint16)
-    emulator().launch(FAULTS, "decode", (1,), (32,), (half, bf16, e4m3, e4m3_as_bf16))
-    octets = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
-    assert_same_numbers(half, ALL_16_BITS.view(np.float16).astype(np.float32))
-    assert_same_numbers(bf16, ALL_16_BITS.view(BF16).astype(np.float32))
-    assert_same_numbers(e4m3, octets)
-    assert_same_numbers(e4m3_as_bf16.view(BF16).astype(np.float32), octets)
-
-
-def test_numbers_are_rounded_as_numpy_rounds_them_and_e4m3_saturates() -> None:
-    with np.errstate(all="ignore"):
-        finite = [bits.view(dtype).astype(np.float32) for bits, dtype in
-                  ((ALL_16_BITS, np.float16), (ALL_16_BITS, BF16), (np.arange(256, dtype=np.uint8), E4M3))]
-        finite = [np.sort(numbers[np.isfinite(numbers)]) for numbers in finite]
-        halfway = [numbers[:-1] / 2 + numbers[1:] / 2 for numbers in finite]
-        near = [np.nextafter(numbers, np.float32(sign * np.inf)) for numbers in halfway for sign in (-1, 1)]
-        random = np.random.default_rng(5).integers(0, 2**32, 300_000, dtype=np.uint32).view(np.float32)
-        values = np.concatenate([*finite, *halfway, *near, random, np.float32([np.inf, -np.inf, 464, 1e9, 65520])])
-        values = values[~np.isnan(values) & ((values == 0) | (np.abs(values) >= 2**-126))].astype(np.float32)
-        half, bf16, e4m3 = (np.zeros(len(values), dtype) for dtype in (np.uint16, np.uint16, np.uint8))
-        emulator().launch(FAULTS, "encode", (1,), (32,), (half, bf16, e4m3, values, np.int32(len(values))))
-        np.testing.assert_array_equal(half, values.astype(np.float16).view(np.uint16))
-        np.testing.assert_array_equal(bf16, values.astype(BF16).view(np.uint16))
-        np.testing.assert_array_equal(e4m3, values.clip(-448, 448).astype(E4M3).view(np.uint8))
-    nan = np.full(1, np.nan, np.float32)
-    emulator().launch(FAULTS, "encode", (1,), (32,), (half, bf16, e4m3, nan, np.int32(1)))
-    assert (half[0], bf16[0], e4m3[0]) == (0x7FFF, 0x7FFF, 0x7F)
-
-
-@pytest.mark.parametrize(("name", "dtype"), [("__half", np.dtype(np.float16)), ("__nv_bfloat16", BF16)])
-def test_narrow_arithmetic_rounds_once(name: str, dtype: np.dtype[Any]) -> None:
-    bits = np.random.default_rng(6).integers(0, 2**16, (3, 40_000), dtype=np.uint16)
-    if dtype == BF16:                       # exponents so near that longdouble holds the exact sum
-        bits = (bits & 0x83FF) | 0x3C00
-    a, b, c = (row.view(dtype) for row in bits)
-    results = [np.zeros(len(a), dtype) for _ in range(3)]
-    emulator().launch(FAULTS, f"arithmetic<{name}>", (1,), (32,), (*results, a, b, c, np.int32(len(a))))
-    wide = [array.astype(np.float64) for array in (a, b, c)]
-    with np.errstate(all="ignore"):
-        exact = [wide[0] + wide[1], wide[0] * wide[1], wide[0].astype(np.longdouble) * wide[1] + wide[2]]
-        for result, numbers in zip(results, exact, strict=True):
-            expected = round_once(numbers, dtype)
-            same = (result.view(np.uint16) == expected.view(np.uint16)) | (np.isnan(numbers) & np.isnan(result))
-            assert same.all(), f"{np.count_nonzero(~same)} of {len(a)}"
-
-
-def round_once(numbers: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """To `dtype` by way of a float32 that is odd where it is inexact, as rounding twice would not."""
-    rounded = numbers.astype(np.float32)
-    inexact = (rounded != numbers) & np.isfinite(rounded) & (rounded.view(np.uint32) & 1 == 0)
-    away = np.where(numbers > rounded, np.float32(np.inf), np.float32(-np.inf))
-    return np.where(inexact, np.nextafter(rounded, away), rounded).astype(dtype)
+def test_launches_of_several_threads_take_turns() -> None:
+    launcher = emulator(2)
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: run(launcher, "last_block<0>"), range(100)))
+    for result in results:
+        np.testing.assert_array_equal(result, 3 * floats(64))
 
 
 # ---- builds ----------------------------------------------------------------------------------------------------------

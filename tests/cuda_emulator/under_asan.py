@@ -31,8 +31,9 @@ def call(module: str, function: str, timeout_s: float) -> Any:
     child = subprocess.run([sys.executable, "-m", __name__, module, function], cwd=_ROOT, env=environment,
                            capture_output=True, text=True, timeout=timeout_s, check=False)
     *before, last = child.stdout.splitlines() or [""]
-    assert child.returncode == 0 and last.startswith(_MARK), \
-        f"{module}.{function} ended with {child.returncode}\n{child.stdout[-4000:]}\n{child.stderr[-8000:]}"
+    if child.returncode or not last.startswith(_MARK):
+        raise RuntimeError(f"{module}.{function} ended with {child.returncode}\n{child.stdout[-4000:]}\n"
+                           f"{child.stderr[-8000:]}")
     return json.loads(last.removeprefix(_MARK))
 
 

@@ -1,6 +1,8 @@
 """The device's table of blocks against a dictionary, also where keys collide."""
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -96,6 +98,29 @@ def test_the_table_is_built_anew_before_removed_entries_fill_it() -> None:
         assert (entries == -1).sum() >= table.capacity // 2
         assert sorted(entries[entries >= 0]) == sorted(i % 8 for i in present)
     assert table.num_rebuilds > 10
+
+
+@pytest.mark.parametrize("fails", ["upload", "clear_table", "insert_all", "apply_changes"])
+def test_what_could_not_be_sent_is_sent_the_next_time(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it stops, also in the middle of building the table anew."""
+    launcher = EmulatorLauncher(specs=[prefix_lookup.SPEC])
+    table, block_of = PrefixTable(launcher, 4), dict[int, int]()
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    for number in range(40):
+        removed = (number + 1) % 4 if number % 3 else number % 4
+        table.remove([removed])
+        table.insert([key_of(number)], [ROOT], [number % 4], [ids_of(number)])
+        block_of = {i: block_id for i, block_id in block_of.items() if block_id not in (removed, number % 4)}
+        block_of[number] = number % 4
+        with monkeypatch.context() as patch, suppress(MemoryError):
+            patch.setattr(launcher if fails == "upload" else prefix_lookup, fails, fail)
+            table.flush()
+        found = table.look_up([Query(ROOT, (key_of(i),), ids_of(i)) for i in range(number + 1)])()
+        assert found == [(block_of[i],) if i in block_of else () for i in range(number + 1)]
+    assert table.num_rebuilds > 2
 
 
 def test_wrong_arrays_are_refused() -> None:

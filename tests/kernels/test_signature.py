@@ -8,6 +8,8 @@ import pytest
 from cuda.kernels.kernel_spec import KernelSpec
 from cuda.kernels.registry import KERNELS
 from cuda.kernels.signature import Parameter, check_arguments, parse_signature, signature
+from tests.cuda_emulator import build
+from tests.cuda_emulator.launcher import parameter_types
 
 TEXT = """
 // template <typename T> __global__ void commented(int a) {}
@@ -58,6 +60,15 @@ def test_what_is_no_number_is_refused_by_value() -> None:
 
 def test_parameters_name_themselves() -> None:
     assert f"{Parameter('x', True, np.dtype(np.float32))}, {Parameter('y', True, None)}" == "x (float32*), y (any*)"
+
+
+@pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+def test_signatures_are_what_the_compiler_makes_of_the_source(spec: KernelSpec) -> None:
+    one_of_each = {instance.entry.partition("<")[0]: instance.entry for instance in reversed(spec.instances)}
+    for entry in one_of_each.values():
+        read = [(parameter.is_pointer, parameter.dtype) for parameter in signature(spec.source, entry)]
+        assert read == parameter_types(build.KERNELS_FOLDER / spec.source, entry), entry
 
 
 @pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)

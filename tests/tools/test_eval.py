@@ -236,6 +236,7 @@ def test_windows_longer_than_a_pass(words: Path, tmp_path: Path, monkeypatch: py
     (["--against", "--model /no/such/model"], "/no/such/model"),
     (["-c", "257"], "--ctx-size: 257 is more than the 256 positions"),
     (["-c", "256"], "the text has 200 tokens, a window 256"),
+    (["--device", "cuda"], "--device cuda: compare runs on cpu; perplexity runs on cuda too"),
 ])
 def test_comparisons_that_cannot_be_made(argv: list[str], message: str, words: Path,
                                          capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 
-from cuda.devices import NoGpu
+from cuda import cupy_launcher
+from cuda.devices import NoGpu, usable_gpu
 from cuda.kernels import rms_norm, take_rows
 from cuda.kernels.kernel_spec import KernelSpec
 from cuda.launcher import DeviceLost
+from tests.cuda.emulated_cupy import EmulatedCupy
 from tests.cuda_emulator.build import unavailable
 from tests.cuda_emulator.launcher import EmulatorLauncher
-from tools import gpu_check, precompile
+from tools import gpu_check, gpu_compile, precompile
 from tools.gpu_check import Plan, finish
 from tools.gpu_measure import Sizes
 from tools.gpu_models import ModelSizes, random_model
@@ -31,7 +33,7 @@ TINY = ModelSpec("llama", hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=
                  layers=(LayerSpec(None, rope_spec(32, 512, {"rope_theta": 1e4})),) * 2)
 LITTLE = Sizes(target_s=0.0, num_launches=3, graph_nodes=2, copy_bytes=1 << 12, bus_bytes=1 << 10, cache_bytes=1,
                matrix=32, heads=(4, 2, 32), batches=(1, 2), contexts=(20,), prefills=(20,), projections=((32, 64),),
-               rows=(1, 9), cublas_rows=(2,))
+               rows=(1, 9), cublas_rows=(2,), vocab=100, sampled_rows=(2,), lookups=(1, 3), lookup_tokens=70)
 LITTLE_MODEL = ModelSizes(prompt=5, answer=3, batches=(1, 2), context=20, steps=2, prefill=12,
                           targets_ms=((1, 1e9), (2, 0.0)))
 
@@ -71,10 +73,18 @@ def test_every_part_runs_and_is_reported(report: Report, tmp_path: Path, capsys:
     assert document["command"] == "python -m tools.gpu_check --minutes 5"
     parts = list(dict.fromkeys(row["part"] for row in document["rows"]))
     assert parts == ["kernels", "greedy tokens", "launches", "ceilings", "decode attention", "prefill attention",
-                     "skinny GEMM", "cuBLAS", "model of 2 layers of 64"]
+                     "skinny GEMM", "cuBLAS", "sampling", "prefix lookup", "model of 2 layers of 64"]
     assert {row.verdict for row in report.rows} <= {"", "ok", "below target"}
     assert [row.verdict for row in report.rows if row.what.startswith("decode step")] == ["ok", "below target"]
     assert f"{len(report.rows)} rows, 0 wrong" in capsys.readouterr().out
+
+
+def test_all_of_it_is_what_cupy_and_cuda_allow(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", EmulatedCupy())
+    launcher = cupy_launcher.CupyLauncher()
+    assert finish(launcher, plan(one_case(rms_norm.SPEC)), report, [], None) == 0, report.document()
+    precompile.run_every_step(launcher, TINY, random_model(TINY), kv_dtype="int8")
+    launcher.close()
 
 
 def test_a_kernel_that_differs_is_a_mismatch_and_the_rest_goes_on(report: Report) -> None:
@@ -118,7 +128,7 @@ def test_what_the_minutes_do_not_allow_is_told(capsys: pytest.CaptureFixture[str
     report = Report(0, io.StringIO())
     assert finish(EmulatorLauncher(), plan(one_case(rms_norm.SPEC)), report, [], None) == 0
     assert {row.verdict for row in report.rows} == {"not measured"}
-    assert "not measured: the minutes were over" in capsys.readouterr().out
+    assert f"{len(report.rows)} rows, 0 wrong, {len(report.rows)} not measured" in capsys.readouterr().out
 
 
 def test_an_exception_is_a_row(report: Report) -> None:
@@ -128,6 +138,14 @@ def test_an_exception_is_a_row(report: Report) -> None:
     report.attempt("cuBLAS", "M 1", fail)
     assert (report.rows[0].verdict, report.rows[0].figures) == ("FAILED", {"message": "ValueError: no such shape"})
     assert report.num_wrong == 1
+
+
+def test_what_does_not_fit_into_a_small_gpu_is_not_measured(report: Report) -> None:
+    def fail() -> None:
+        raise MemoryError("Out of memory allocating 1,024 bytes")
+
+    report.attempt("steps", "of a large model", fail)
+    assert (report.rows[0].verdict, report.num_wrong) == ("not measured", 0)
 
 
 def test_a_lost_device_ends_the_run_and_the_document_is_written(report: Report, tmp_path: Path,
@@ -183,7 +201,8 @@ def test_a_models_kernels_are_compiled_by_running_each_kind_of_step(monkeypatch:
 
     precompile.run_every_step(Recording(), TINY, random_model(TINY))
     assert launched >= {"embed_dense", "rms_norm", "rope_store_kv", "decode_attention", "prefill_attention", "sample",
-                        "skinny_gemm", "tile_gemm", "take_rows", "step_rows", "copy_blocks", "fill_blocks"}
+                        "skinny_gemm", "tile_gemm", "take_rows", "step_rows", "copy_blocks", "fill_blocks",
+                        "clear_table", "insert_all", "apply_changes", "look_up"}
 
 
 def test_layers_that_need_the_same_kernels_are_run_once() -> None:
@@ -191,6 +210,30 @@ def test_layers_that_need_the_same_kernels_are_run_once() -> None:
     assert (spec.num_layers, len(weights.layers)) == (1, 1)
 
 
+def test_a_launcher_is_made_once_and_compiles_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[tuple[str, list[str]]] = []
+
+    class Launcher:
+        def __init__(self) -> None:
+            self.compile = lambda source, entries: compiled.append((source, entries))
+
+    monkeypatch.setattr(cupy_launcher, "CupyLauncher", Launcher)
+    monkeypatch.setattr(gpu_compile, "_launcher", None)
+    for source, entry in gpu_compile.all_instances()[:2]:
+        assert gpu_compile._compile(source, entry) >= 0
+    assert compiled == [(source, [entry]) for source, entry in gpu_compile.all_instances()[:2]]
+
+
+def test_what_a_worker_raises_is_raised() -> None:
+    try:
+        usable_gpu()
+    except NoGpu:
+        with pytest.raises((RuntimeError, ModuleNotFoundError)):
+            gpu_compile.compile_instances(gpu_compile.all_instances()[:1], 1)
+    else:
+        assert gpu_compile.compile_instances(gpu_compile.all_instances()[:1], 1) == 1
+
+
 def test_all_instances_are_of_files_that_exist() -> None:
     folder = Path(precompile.__file__).parent.parent / "cuda" / "kernels"
-    assert all((folder / source).exists() for source, _ in precompile.all_instances())
+    assert all((folder / source).exists() for source, _ in gpu_compile.all_instances())
