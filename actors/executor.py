@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from actors.mailbox import Mailbox
 from actors.messages import StartedSequence, StepPlan, StepResult
@@ -28,6 +28,9 @@ from cuda.sampler import SlotSampling
 log = logging.getLogger("troupe.executor")
 
 WATCHDOG_PERIOD_S = 5.0
+
+Hints: TypeAlias = tuple[tuple[str, int], ...]      # see `StepResult`
+
 
 class DeviceStuck(RuntimeError):
     """A step takes longer than any step can."""
@@ -143,6 +146,7 @@ class Executor:
         rows = runner.rows(chunks, plan.resting, None if self._broken else plan.num_tokens)
         failed = tuple((slot, self._broken[slot]) for slot, _, _ in plan.chunks if slot in self._broken)
         try:
+            hints = self._look_up(runner, plan)
             runner.move_blocks(plan.tier_out, plan.copies, plan.poisoned + self._unfilled(plan), plan.tier_in)
             output = runner.launch(rows)
         except DeviceLost:
@@ -150,17 +154,17 @@ class Executor:
         except Exception as error:  # NOTE: MemoryError too: this step's requests fail, the engine goes on
             # NOTE: bound now: the name `error` is gone when the result is asked for.
             return partial(self._failed, plan.step_id, error, begin_s)
-        return partial(self._result, plan.step_id, output, failed, begin_s)
+        return partial(self._result, plan.step_id, output, hints, failed, begin_s)
 
-    def _result(self, step_id: int, output: Callable[[], StepOutput], failed: tuple[tuple[int, str], ...],
-                begin_s: float) -> StepResult:
+    def _result(self, step_id: int, output: Callable[[], StepOutput], hints: Callable[[], Hints],
+                failed: tuple[tuple[int, str], ...], begin_s: float) -> StepResult:
         try:
-            done = output()
+            done, prefix_hints = output(), hints()
         except DeviceLost:
             raise
         except Exception as error:
             return self._failed(step_id, error, begin_s)
-        return _result(step_id, done, failed, self._elapsed_s(begin_s))
+        return _result(step_id, done, prefix_hints, failed, self._elapsed_s(begin_s))
 
     def _failed(self, step_id: int, error: Exception, begin_s: float) -> StepResult:
         log.error("step %d failed", step_id, exc_info=error)
@@ -174,6 +178,8 @@ class Executor:
 
     def _apply(self, runner: BaseRunner, plan: StepPlan) -> None:
         """NOTE: must not stop half-way: what it leaves out no later plan says again."""
+        if plan.index_changes:
+            runner.change_index(plan.index_changes)
         for slot in plan.ended:
             runner.end(slot)
             self._broken.pop(slot, None)
@@ -189,6 +195,12 @@ class Executor:
         for slot, group, block_ids in plan.new_blocks:
             if slot not in self._broken:
                 runner.append_blocks(slot, group, block_ids)
+
+    def _look_up(self, runner: BaseRunner, plan: StepPlan) -> Callable[[], Hints]:
+        if not plan.lookups:
+            return tuple
+        counts = runner.look_up([(root, keys, token_ids) for _, root, keys, token_ids in plan.lookups])
+        return lambda: tuple(zip([request_id for request_id, *_ in plan.lookups], counts(), strict=True))
 
     def _unfilled(self, plan: StepPlan) -> tuple[tuple[int, int], ...]:
         """(group, block) that a broken slot would fill. Who shares one must not take what lies in it for an answer."""
@@ -225,7 +237,8 @@ def _slot_sampling(started: StartedSequence) -> SlotSampling:
         logprobs=sampling.logprobs)
 
 
-def _result(step_id: int, output: StepOutput, failed: tuple[tuple[int, str], ...], elapsed_s: float) -> StepResult:
+def _result(step_id: int, output: StepOutput, prefix_hints: Hints, failed: tuple[tuple[int, str], ...],
+            elapsed_s: float) -> StepResult:
     sampled = output.sampled
     slots = output.slots.tolist()
     return StepResult(
@@ -234,4 +247,5 @@ def _result(step_id: int, output: StepOutput, failed: tuple[tuple[int, str], ...
         top_logprobs=sampled.top_logprobs,
         prompt_slots=tuple(output.prompt_slots.tolist()), prompt_positions=tuple(output.prompt_positions.tolist()),
         prompt_logprobs=tuple(output.prompt_logprobs.tolist()), prompt_top_logprobs=output.prompt_top_logprobs,
-        failed=failed + tuple((slots[row], reason) for row, reason in sampled.failed), elapsed_s=elapsed_s)
+        failed=failed + tuple((slots[row], reason) for row, reason in sampled.failed), elapsed_s=elapsed_s,
+        prefix_hints=prefix_hints)

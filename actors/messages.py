@@ -18,6 +18,12 @@ from actors.sampling_params import SamplingParams
 Finish: TypeAlias = Literal["stop", "length", "rejected", "failed", "aborted"]
 TopLogprobs: TypeAlias = tuple[tuple[int, float], ...]          # (token id, logprob), best first
 
+# (block, its key, the key before it, its ids): a full block that can be found from now on; without keys and ids: one
+# that cannot be found any more.
+IndexChange: TypeAlias = tuple[int, bytes, bytes, tuple[int, ...]]
+# (request id, the key before its first block, keys of full blocks, their ids)
+Lookup: TypeAlias = tuple[str, bytes, tuple[bytes, ...], tuple[int, ...]]
+
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
@@ -137,6 +143,7 @@ class Reserved:
     tier_in: tuple[tuple[int, int, int], ...] = ()   # (group, slot of the host tier, block)
     poisoned: tuple[tuple[int, int], ...] = ()       # (group, block), for debugging
     num_yielding: int = 0                   # so many of those asked for must; 0: none, or not even all would do
+    index_changes: tuple[IndexChange, ...] = ()      # of one group since the last answer, up to where this one grants
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +167,9 @@ class StepPlan:
     The executor applies: ended, started, new_blocks, tier_out, copies, poisoned, tier_in, rows. So what leaves the
     device and what is copied is read before any block of it is written.
 
+    Where the device keeps a table of findable blocks too, a plan brings what changed in the pool's index, in this
+    order (of a block the last change counts), up to where the pool granted this step; then come the look-ups.
+
     Rows of the step: every chunk, and one token for each *decoding* slot that is not resting. A slot decodes once a
     chunk has reached the end of its known tokens; its next input is the token sampled last, which never leaves the
     device. The last row of a chunk that reaches the end of the known tokens samples a token.
@@ -175,6 +185,8 @@ class StepPlan:
     chunks: tuple[tuple[int, int, int], ...] = ()                   # (slot, from, to): known tokens to compute
     resting: tuple[int, ...] = ()           # decoding slots that sit this step out
     num_tokens: int = 0                     # rows of the step, for the executor's own check
+    index_changes: tuple[IndexChange, ...] = ()     # blocks of earlier plans
+    lookups: tuple[Lookup, ...] = ()        # of who arrived since the last plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +205,8 @@ class StepResult:
     prompt_top_logprobs: tuple[TopLogprobs, ...] = ()
     failed: tuple[tuple[int, str], ...] = ()    # (slot, reason): rows without a usable result, e.g. logits not finite
     elapsed_s: float = 0.0                  # forward pass and sampling
+    # Hints: (request id, leading blocks that the device's table had) for each look-up; none where the step failed.
+    prefix_hints: tuple[tuple[str, int], ...] = ()
     error: str = ""                         # the whole step failed; the engine goes on
 
 

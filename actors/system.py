@@ -225,15 +225,24 @@ class System:
         pool_groups = tuple(Group(num_blocks, group.window, num_tier_blocks) for group, num_blocks, num_tier_blocks
                             in zip(self.groups, self.sizes.num_blocks, self.sizes.num_tier_blocks, strict=True))
         self.sampling_defaults = self._sampling_defaults()
-        self.pool = KVPool(BlockPool(pool_groups, poison=config.debug), check=config.debug)
+        told_group = self._told_group()
+        self.pool = KVPool(BlockPool(pool_groups, poison=config.debug, told_group=told_group), check=config.debug)
         self.tokenizer = Tokenizer(self.vocab, model.spec.vocab_size, self.sizes.max_model_len, scheduler_inbox,
                                    self.output.deliver, config.seed, self._cache_names())
         policy = SchedulerPolicy(SchedulerConfig(
             max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.sizes.max_model_len, groups=pool_groups, overlap=overlap,
             scheduling_policy=config.scheduling_policy, ttft_target_s=config.ttft_target_s,
-            itl_target_s=config.itl_target_s, queue=QueueLimits(config.max_queued_requests, config.max_queued_tokens)))
+            itl_target_s=config.itl_target_s, queue=QueueLimits(config.max_queued_requests, config.max_queued_tokens),
+            asks_device=told_group is not None))
         self.scheduler = Scheduler(policy, scheduler_inbox, self.pool, self.executor, self.tokenizer.inbox)
+
+    def _told_group(self) -> int | None:
+        """The KV group whose findable blocks the device has a table of: the first without a window, where there is
+        one. None: it has no table."""
+        if self.device != "cuda" or not self.config.enable_prefix_caching:
+            return None
+        return next((number for number, group in enumerate(self.groups) if group.window is None), 0)
 
     def _cache_names(self) -> CacheNames | None:
         if not self.config.enable_prefix_caching:
@@ -271,6 +280,9 @@ class System:
             runner = runner_class(self.device)(
                 model.spec, weights, ops, self.sizes.num_blocks, config.max_num_seqs, config.max_num_batched_tokens,
                 self.sizes.max_model_len, self.sizes.num_tier_blocks, self.sizes.kv_dtype)
+            told_group = self._told_group()
+            if told_group is not None:
+                runner.keep_index(self.sizes.num_blocks[told_group])
         except BaseException:
             ops.close()
             raise
@@ -349,7 +361,8 @@ def choose_sizes(config: EngineConfig, spec: ModelSpec, weights: ModelWeights, a
     if max_model_len > spec.max_position:
         raise ValueError(f"max_model_len {max_model_len} is more than the {spec.max_position} positions that the model "
                          f"was trained for")
-    weight_bytes = ops.prepared_bytes(spec, weights, config.max_num_batched_tokens, max_model_len)
+    weight_bytes = ops.prepared_bytes(spec, weights, config.max_num_batched_tokens, max_model_len,
+                                      config.max_num_seqs)
     groups, kv_dtype = kv_groups(spec), choose_kv_dtype(config, ops)
     block_bytes = [ops.kv_block_bytes(group, kv_dtype) for group in groups]
     tier_bytes = config.kv_tier_memory

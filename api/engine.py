@@ -94,6 +94,8 @@ class EngineStats:
     busy_s: float                           # with sequences running: forward passes and all else
     prefix_cache_queries: int = 0           # prompt tokens of requests that have begun to run, if they were looked for
     prefix_cache_hits: int = 0              # of these, found in the prefix cache
+    device_prefix_lookups: int = 0          # requests that have begun to run and that the device's table was asked of
+    device_prefix_lookups_agreeing: int = 0     # of these, where it had as many blocks as were found then
     histograms: Histograms = field(default_factory=Histograms)
 
 
@@ -220,6 +222,8 @@ class Engine:
             prompt_tokens=scheduler.prompt_tokens, generation_tokens=scheduler.generation_tokens,
             num_steps=scheduler.num_steps, forward_s=executor.forward_s, busy_s=system.scheduler.busy_s,
             prefix_cache_queries=scheduler.prefix_cache_queries, prefix_cache_hits=scheduler.prefix_cache_hits,
+            device_prefix_lookups=scheduler.device_prefix_lookups,
+            device_prefix_lookups_agreeing=scheduler.device_prefix_lookups_agreeing,
             histograms=scheduler.histograms.copy())
 
     async def debug_kv(self) -> dict[str, Any]:

@@ -106,7 +106,8 @@ class Metrics(Collector):
                 ("engine_prefill_tokens", "Tokens computed in chunks: prompts, and again what was preempted",
                  stats.prompt_tokens),
                 ("engine_forward_seconds", "Time inside forward passes", stats.forward_s),
-                ("engine_busy_seconds", "Time with sequences running", stats.busy_s)):
+                ("engine_busy_seconds", "Time with sequences running", stats.busy_s),
+                *self._device_counts(stats)):
             counter = CounterMetricFamily(f"troupe:{name}", text, labels=LABELS)
             counter.add_metric([model_name, ENGINE], value)
             yield counter
@@ -120,6 +121,13 @@ class Metrics(Collector):
         for limit, count in self._num_rejected.items():
             rejections.add_metric([model_name, ENGINE, REJECTIONS[limit]], count)
         yield rejections
+
+    def _device_counts(self, stats: EngineStats) -> Iterator[tuple[str, str, int]]:
+        if self._engine.info.device.startswith("cuda"):
+            yield ("device_prefix_lookups", "Sequences that entered, looked up in the device's table of KV blocks too",
+                   stats.device_prefix_lookups)
+            yield ("device_prefix_lookups_agreeing", "Of these, where it had as many blocks as were found then",
+                   stats.device_prefix_lookups_agreeing)
 
     def _histograms(self, stats: EngineStats) -> Iterator[Metric]:
         engine, model_name = stats.histograms, self._engine.info.model

@@ -2,7 +2,7 @@
 
 A step can be launched before the results of the one before it are read: the tokens that were sampled lie in a table on
 the device, where the next step finds them. Decode steps of up to `GRAPH_ROWS` rows are padded to a bucket and replayed
-as two graphs, the forward pass and the sampling, from the third step of a kind on.
+as two graphs, the forward pass and the sampling, from the second step of a kind on.
 """
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from cuda.kernels import decode_attention, prefill_attention
 from cuda.kernels.ops import LOGITS_ROWS, DeviceBatch, KernelOps
+from cuda.kernels.prefix_lookup import PrefixTable, Query
 from cuda.kernels.slot_sampling import DeviceSampling
 from cuda.kernels.step_rows import step_rows, update_tables
 from cuda.launcher import DeviceArray, Graph
-from cuda.ops import BLOCK_SIZE, Array, Ints, KVDtype
-from cuda.runner import NO_OUTPUT, BaseRunner, StepOutput
+from cuda.ops import Array, Ints, KVDtype
+from cuda.runner import NO_OUTPUT, BaseRunner, BlockChange, Question, StepOutput
 from cuda.sampler import Sampled, Sampler, SlotSampling, TopLogprobs
 from cuda.slots import StepRows
 from weights.load import ModelWeights
@@ -30,6 +31,7 @@ GRAPH_ROWS = 32
 BUCKETS = (1, 2, 4, 8, 16, 24, 32)
 EAGER_FIRST = 1                             # steps of a kind before it is captured: they load what it needs
 ALIGNMENT = 64                              # int32 numbers between the starts of two inputs
+INDEX_CHANGES = 256                         # are sent without a look-up, lest the next one had to send far more
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,6 +74,8 @@ class DeviceRunner(BaseRunner):
         self._changes: dict[tuple[int, int], int] = {}      # (group * slots + slot, column) -> block id
         self._inputs = self.launcher.empty(0, np.int32)
         self._kinds: dict[tuple[int, ...], _Kind] = {}
+        self._last_end_s = 0.0
+        self.prefix_table: PrefixTable | None = None
         self.sampler = DeviceSampling(self.launcher, max_num_seqs, spec.vocab_size)
         self._prompt_sampler = Sampler(max_num_seqs, spec.vocab_size)
 
@@ -100,22 +104,42 @@ class DeviceRunner(BaseRunner):
                      and not len(rows.prompt_rows) and self.graphs and self.on_logits is None)
         logprobs, top_logprobs = self._launch_decode(rows) if is_decode else self._launch_eagerly(rows)
         read = self.sampler.results(rows.sample_slots)
-        self.forward_s += time.perf_counter() - begin_s
         prompt_positions = rows.positions[rows.prompt_rows] + 1
 
         def finish() -> StepOutput:
-            waits_s = time.perf_counter()
             sampled: Sampled = read()
-            self.forward_s += time.perf_counter() - waits_s
+            # The device was at it since the launch, or since it was done with the step before.
+            since_s, self._last_end_s = max(begin_s, self._last_end_s), time.perf_counter()
+            self.forward_s += self._last_end_s - since_s
             return StepOutput(rows.sample_slots, rows.sample_positions, sampled, rows.prompt_slots, prompt_positions,
                               logprobs, tuple(top_logprobs))
 
         return finish
 
+    # ---- Which blocks can be found
+
+    def keep_index(self, num_blocks: int) -> None:
+        self.prefix_table = PrefixTable(self.launcher, num_blocks)
+
+    def change_index(self, changes: Sequence[BlockChange]) -> None:
+        assert self.prefix_table is not None, "keep_index comes first"
+        for block_id, key, parent, token_ids in changes:
+            if key:
+                self.prefix_table.insert([key], [parent], [block_id], [token_ids])
+            else:
+                self.prefix_table.remove([block_id])
+
+    def look_up(self, questions: Sequence[Question]) -> Callable[[], list[int]]:
+        assert self.prefix_table is not None, "keep_index comes first"
+        found = self.prefix_table.look_up([Query(root, tuple(keys), ids) for root, keys, ids in questions])
+        return lambda: [len(block_ids) for block_ids in found()]
+
     # ---- What goes up
 
     def _flush(self) -> None:
         """The plan's changes of tables and sampling."""
+        if self.prefix_table is not None and self.prefix_table.num_changes >= INDEX_CHANGES:
+            self.prefix_table.flush()
         if self._changes:
             width = self.block_tables.shape[2]
             changes = np.array([(row, column, block_id) for (row, column), block_id in self._changes.items()], np.int32)
@@ -224,12 +248,18 @@ class DeviceRunner(BaseRunner):
             if kind.num_steps <= EAGER_FIRST:
                 self._sample(self.model.logits(self._forward(inputs)), inputs, part)
                 return np.zeros(0, np.float32), []
-            self.launcher.begin_capture()
-            logits = self.model.logits(self._forward(inputs))
-            kind.forward = self.launcher.end_capture()
-            self.launcher.begin_capture()
-            self._sample(logits, inputs, part)
-            kind.sampling = self.launcher.end_capture()
+            kind.forward, logits = self._capture(lambda: self.model.logits(self._forward(inputs)))
+            kind.sampling, _ = self._capture(lambda: self._sample(logits, inputs, part))
         kind.forward.launch()
         kind.sampling.launch()
         return np.zeros(0, np.float32), []
+
+    def _capture(self, work: Callable[[], Array]) -> tuple[Graph, Array]:
+        """The graph of what `work` launches, and what it returns."""
+        self.launcher.begin_capture()
+        try:
+            result = work()
+        except BaseException:
+            self.launcher.end_capture()     # else nothing could be done any more
+            raise
+        return self.launcher.end_capture(), result

@@ -19,6 +19,8 @@ from weights.load import ModelWeights
 from weights.spec import ModelSpec
 
 Move: TypeAlias = tuple[int, int, int]      # (group, from, to)
+BlockChange: TypeAlias = tuple[int, bytes, bytes, Sequence[int]]    # (block, its key, the key before it, its ids)
+Question: TypeAlias = tuple[bytes, Sequence[bytes], Sequence[int]]  # (the key before the first block, keys, ids)
 
 LOGITS_ROWS = 64                            # rows of logits in memory at a time: prompts with logprobs are long
 
@@ -36,7 +38,8 @@ class StepOutput:
 
 
 _NOTHING, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
-NO_OUTPUT = StepOutput(_NOTHING, _NOTHING, Sampled(_NOTHING, _NO_LOGPROBS, (), ()), _NOTHING, _NOTHING, _NO_LOGPROBS, ())
+NO_OUTPUT = StepOutput(_NOTHING, _NOTHING, Sampled(_NOTHING, _NO_LOGPROBS, (), ()), _NOTHING, _NOTHING, _NO_LOGPROBS,
+                       ())
 
 
 class BaseRunner:
@@ -88,6 +91,21 @@ class BaseRunner:
             if block_ids:
                 self.ops.poison_blocks(cache, np.array(block_ids, np.int32))
         self._copy_blocks(tier_in, self.tiers, self.caches)
+
+    # Which blocks can be found, kept on the device too: by `DeviceRunner`, and only where it is asked to.
+
+    def keep_index(self, num_blocks: int) -> None:
+        """Of one KV group, from now on."""
+        raise NotImplementedError
+
+    def change_index(self, changes: Sequence[BlockChange]) -> None:
+        """In this order: full blocks can be found, or cannot any more (no key). Noted on the host, which cannot fail;
+        the device hears of it before the next look-up."""
+        raise NotImplementedError
+
+    def look_up(self, questions: Sequence[Question]) -> Callable[[], list[int]]:
+        """Of each how many leading blocks can be found, as of now. What it returns waits for it, on any thread."""
+        raise NotImplementedError
 
     def _copy_blocks(self, moves: Sequence[Move], sources: Sequence[Array], destinations: Sequence[Array]) -> None:
         if moves:

@@ -54,12 +54,16 @@ class _Hit:
 class BlockPool:
     """Blocks, references, indices and the free lists. `reserve` is the only way in and out."""
 
-    def __init__(self, groups: tuple[Group, ...], *, poison: bool = False) -> None:
-        """poison: name in each plan the blocks that nobody may read before they are written."""
+    def __init__(self, groups: tuple[Group, ...], *, poison: bool = False, told_group: int | None = None) -> None:
+        """poison: name in each plan the blocks that nobody may read before they are written. told_group: say in each
+        answer what changed in this group's index; None: nobody asks."""
         if not groups:
             raise ValueError("a KV cache needs at least one group")
         self.groups = groups
         self.blocks = [GroupBlocks(number, group, poison=poison) for number, group in enumerate(groups)]
+        self._told_index = None if told_group is None else self.blocks[told_group].index
+        if self._told_index is not None:
+            self._told_index.changes = {}
         self._full = [blocks for blocks in self.blocks if blocks.group.window is None]
         self._windowed = [blocks for blocks in self.blocks if blocks.group.window is not None]
         self._tables: dict[str, _BlockTables] = {}
@@ -99,6 +103,8 @@ class BlockPool:
                 self._take_told(tables, want)
                 if self._windowed:
                     self._release_unseen(tables, want.start)
+        # As of here, where who enters is looked up: what the grants change is told with the next answer.
+        index_changes = self._told_index.take_changes() if self._told_index is not None else ()
         grants = []
         first_new = None if not request.yielding else next(
             (want for want in request.wants if want.request_id not in self._tables), None)
@@ -130,7 +136,7 @@ class BlockPool:
             tier_out=tuple(move for blocks in self.blocks for move in blocks.tier_out),
             tier_in=tuple(move for blocks in self.blocks for move in blocks.tier_in),
             poisoned=tuple((blocks.number, block_id) for blocks in self.blocks for block_id in blocks.poisoned),
-            num_yielding=num_yielding)
+            num_yielding=num_yielding, index_changes=index_changes)
 
     def owners(self) -> tuple[dict[int, tuple[str, ...]], ...]:
         """Per group, each held block and the sequences that hold it."""

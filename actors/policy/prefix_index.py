@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from itertools import islice
 
+from actors.messages import IndexChange
+
 MAX_CONTINUATIONS = 16                      # looked at, the newest first, for one whose first tokens can be copied
 
 
@@ -19,6 +21,9 @@ class PrefixIndex:
         self.key_of: list[bytes | None] = [None] * num_blocks
         self._parent_of: list[bytes | None] = [None] * num_blocks
         self._continuations: dict[bytes, dict[int, tuple[int, ...]]] = {}
+        # Full blocks that became findable or ceased to be since these were last taken, the last change of each; None:
+        # nobody asks.
+        self.changes: dict[int, IndexChange] | None = None
 
     def __len__(self) -> int:
         """Findable blocks."""
@@ -42,6 +47,8 @@ class PrefixIndex:
         self.key_of[block_id] = key
         self._parent_of[block_id] = parent
         self._continuations.setdefault(parent, {})[block_id] = token_ids
+        if self.changes is not None:
+            self.changes[block_id] = block_id, key, parent, token_ids
         return True
 
     def add_part(self, block_id: int, parent: bytes, token_ids: tuple[int, ...]) -> bool:
@@ -78,6 +85,16 @@ class PrefixIndex:
         if key is not None:
             del self.block_of[key]
             self.key_of[block_id] = None
+            if self.changes is not None:
+                self.changes[block_id] = block_id, b"", b"", ()
+
+    def take_changes(self) -> tuple[IndexChange, ...]:
+        """Since the last time, each block once; () where nobody asks."""
+        if not self.changes:
+            return ()
+        changes = tuple(self.changes.values())
+        self.changes.clear()
+        return changes
 
     def check_integrity(self, name: str) -> None:
         """Raises: AssertionError where the two directions disagree."""

@@ -32,6 +32,7 @@ from actors.messages import (
     Want,
 )
 from actors.policy.admission import Arrivals, QueueLimits, find_refusal
+from actors.policy.device_index import DeviceIndex
 from actors.policy.kv_group import BLOCK_SIZE, Group
 from actors.policy.order import check_policy, make_order
 from actors.policy.output import Output
@@ -58,6 +59,7 @@ class SchedulerConfig:
     ttft_target_s: float | None = None      # of policy deadline: arrival to first token
     itl_target_s: float | None = None       # likewise: between two tokens
     queue: QueueLimits = QueueLimits()
+    asks_device: bool = False               # who arrives is looked up in the device's table of findable blocks too
 
     def __post_init__(self) -> None:
         for name, low in (("max_num_seqs", 1), ("max_model_len", 1), ("overlap", 0)):
@@ -89,7 +91,8 @@ class SchedulerPolicy:
         self._failed_steps: list[int] = []
         self._forgotten: list[tuple[bytes, ...]] = []
         self._tier_out: list[tuple[int, int, int]] = []                 # for the next StepPlan, as the next one
-        self._ended: list[int] = []                                     # for the next StepPlan
+        self._ended: list[int] = []                                     # for the next StepPlan, as the next one
+        self._device_index = DeviceIndex(config.asks_device)
         self._round: Round | None = None
         self._next_step_id = 0
         self._steps: dict[int, Step] = {}                              # in flight, in the order sent
@@ -161,6 +164,7 @@ class SchedulerPolicy:
             self.order.arrive(sequence)
             self.waiting[sequence.request_id] = sequence
             self._output.accepted.append(sequence.request_id)
+            self._device_index.ask(sequence)
 
     def _abort(self, abort: Abort) -> None:
         sequence = self.running.get(abort.request_id) or self.waiting.get(abort.request_id)
@@ -191,13 +195,14 @@ class SchedulerPolicy:
             for sequence in (*step.rows.values(), *sharing):
                 self._fail(sequence, result.error)
             return
+        self._take_hints(result)
         for slot, reason in result.failed:
             # NOTE: the fault may come from any token before, in blocks of earlier steps. Who shares one that is not
             # finite sees it in his own logits.
             self._forgotten.append(tuple(step.rows[slot].keys))
             self._fail(step.rows[slot], reason, forget=True)
         if result.prompt_slots:
-            self._take_prompt_logprobs(result, step)
+            self._output.add_prompt_logprobs(result, step.rows)
         for sequence, end in step.chunks:
             if not sequence.is_alive:
                 continue
@@ -209,18 +214,12 @@ class SchedulerPolicy:
                 self._finish(sequence, "length")
         self._take_tokens(result, step)
 
-    def _take_prompt_logprobs(self, result: StepResult, step: Step) -> None:
-        """Pass them on; those that come again after preemption are known already."""
-        rows: dict[str, list[tuple[int, float, TopLogprobs]]] = {}
-        for slot, position, logprob, top_logprobs in zip(
-                result.prompt_slots, result.prompt_positions, result.prompt_logprobs, result.prompt_top_logprobs,
-                strict=True):
-            sequence = step.rows[slot]
-            if sequence.is_alive and position >= sequence.num_prompt_logprobs:
-                sequence.num_prompt_logprobs = position + 1
-                rows.setdefault(sequence.request_id, []).append((position, logprob, top_logprobs))
-        for request_id, prompt_logprobs in rows.items():
-            self._output.rows.append(SequenceTokens(request_id, prompt_logprobs=tuple(prompt_logprobs)))
+    def _take_hints(self, result: StepResult) -> None:
+        """NOTE: counted and nothing else. What the device's table had may be gone, or more be there by now."""
+        for request_id, num_blocks in result.prefix_hints:
+            sequence = self.running.get(request_id) or self.waiting.get(request_id)
+            if sequence is not None:
+                self.stats.take_hint(sequence, num_blocks)
 
     def _take_tokens(self, result: StepResult, step: Step) -> None:
         rows, output = step.rows, self._output
@@ -330,6 +329,7 @@ class SchedulerPolicy:
         this.ready = [sequence for sequence in this.ready if sequence.slot >= 0]
         this.resting = [sequence for sequence in this.resting if sequence.slot >= 0]
         self._tier_out += reserved.tier_out
+        self._device_index.changes += reserved.index_changes
         this.poisoned = reserved.poisoned
         token_budget = this.token_budget + num_ready - len(this.ready) - count_granted(this.grants)
         return self._reserve(token_budget, tuple(wants), len(wants))
@@ -374,6 +374,7 @@ class SchedulerPolicy:
         this = self._current_round(reserved)
         self._round = None
         self._tier_out += reserved.tier_out
+        self._device_index.changes += reserved.index_changes
         started: list[StartedSequence] = []
         new_blocks: list[tuple[int, int, tuple[int, ...]]] = []
         chunks: list[tuple[Sequence, int]] = []
@@ -416,11 +417,13 @@ class SchedulerPolicy:
         num_tokens = step.num_decoding + step.num_chunk_tokens
         assert num_tokens <= self.config.max_num_batched_tokens, f"{num_tokens} rows are over the budget"
         self.stats.prompt_tokens += step.num_chunk_tokens
+        index_changes, lookups = self._device_index.take()
         plan = StepPlan(
             step_id=self._next_step_id, ended=tuple(self._ended), started=tuple(started), new_blocks=tuple(new_blocks),
             tier_out=tuple(self._tier_out), copies=reserved.copies, poisoned=find_poisoned(this, reserved),
             tier_in=reserved.tier_in, chunks=tuple(chunk_rows),
-            resting=tuple([sequence.slot for sequence in this.resting]), num_tokens=num_tokens)
+            resting=tuple([sequence.slot for sequence in this.resting]), num_tokens=num_tokens,
+            index_changes=index_changes, lookups=lookups)
         self._steps[self._next_step_id] = step
         self._next_step_id += 1
         self._ended, self._tier_out = [], []

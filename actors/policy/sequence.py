@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from actors.messages import Grant, NewSequence, Release, StartedSequence, Usage, Want
+from actors.messages import Grant, Lookup, NewSequence, Release, StartedSequence, Usage, Want
 from actors.policy.block_keys import block_keys
 from actors.policy.kv_group import BLOCK_SIZE
 
@@ -40,6 +40,7 @@ class Sequence:
     keys: list[bytes] = field(default_factory=list)     # of its leading full blocks, as far as they were needed
     num_cached_tokens: int = 0              # found in the prefix cache when it first entered
     cache_miss: str = ""                    # why no more was, as in `Usage`
+    num_hinted_blocks: int = -1             # that the device found of it when it arrived; -1: it has not said
     num_prompt_logprobs: int = 0            # prompt positions below have been delivered
     slot: int = -1                          # -1: waiting
     last_step_id: int = -1                  # set when preempted: it resumes once this step has reported
@@ -97,6 +98,14 @@ class Sequence:
                 want = Want(self.request_id, 0, num_known)
             self._first_want = want
         return want
+
+    def lookup(self) -> Lookup | None:
+        """To ask the device, for as many blocks as the pool looks for; None if there are none."""
+        want = self.first_want()
+        num_blocks = min(len(want.keys), want.max_cached_tokens // BLOCK_SIZE)
+        if not num_blocks:
+            return None
+        return self.request_id, want.root, want.keys[:num_blocks], want.token_ids[:num_blocks * BLOCK_SIZE]
 
     def next_want(self, start: int, end: int) -> Want:
         """Of a running one, with the blocks that its answer has filled since it last told some."""

@@ -5,6 +5,7 @@ from bisect import bisect_left
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass, field
 
+from actors.policy.kv_group import BLOCK_SIZE
 from actors.policy.sequence import Sequence
 
 # vLLM's, so that its dashboards show the same.
@@ -76,6 +77,8 @@ class SchedulerStats:
     prompt_tokens: int = 0                  # planned in chunks: prompts, and what is recomputed after preemption
     prefix_cache_queries: int = 0           # tokens of sequences that entered, where they were looked for
     prefix_cache_hits: int = 0              # of these, found in the prefix cache
+    device_prefix_lookups: int = 0          # sequences that entered and that the device's table was asked about
+    device_prefix_lookups_agreeing: int = 0     # of these, where it had as many full blocks as the KV pool found then
     generation_tokens: int = 0
     num_steps: int = 0                      # reported
     step_s: float = 0.0                     # in forward passes and sampling
@@ -90,6 +93,18 @@ class SchedulerStats:
         if sequence.request.root:               # else they were not looked for
             self.prefix_cache_queries += sequence.num_known_tokens
             self.prefix_cache_hits += num_cached_tokens
+        if sequence.num_hinted_blocks >= 0:
+            self._compare(sequence.num_hinted_blocks, num_cached_tokens)
+
+    def take_hint(self, sequence: Sequence, num_blocks: int) -> None:
+        """The device's table had so many blocks of its beginning when it arrived. It may have entered meanwhile."""
+        sequence.num_hinted_blocks = num_blocks
+        if sequence.has_started:
+            self._compare(num_blocks, sequence.num_cached_tokens)
+
+    def _compare(self, num_blocks: int, num_cached_tokens: int) -> None:
+        self.device_prefix_lookups += 1
+        self.device_prefix_lookups_agreeing += num_blocks == num_cached_tokens // BLOCK_SIZE
 
     def end_prefill(self, sequence: Sequence, now_s: float) -> None:
         """It has its first token, or all that it was to compute."""

@@ -185,8 +185,8 @@ SPEC = KernelSpec(
     outputs=("results", "logprobs", "tokens", "counts"),
     in_place=("results", "logprobs", "tokens", "counts"),   # of a row without a slot they stay as they are
     cases=(
-        _case(33), _case(100, "rounded"), _case(500, "faults"), _case(1003, masks=3), _case(2600, "rounded"), _case(2400, "close"),
-        _case(128256, large=True), _case(151936, "rounded", masks=4, large=True),
+        _case(33), _case(100, "rounded"), _case(500, "faults"), _case(1003, masks=3), _case(2600, "rounded"),
+        _case(2400, "close"), _case(128256, large=True), _case(151936, "rounded", masks=4, large=True),
     ),
     tolerance=2e-6,                         # of logprobs; token ids below 2^18 are equal where they keep to it
 )

@@ -4,12 +4,14 @@ Its KV memory remembers what was written where: a position, and a hash of all to
 anything but its own sequence's tokens, in order, is an assertion: so equal outputs mean that the plans were right, not
 that nobody looked. What a failed step was to write is void: who reads it goes on, and his tokens are garbage, which
 must never be delivered. What a failed row writes is not finite: who reads it fails with his next token.
+
+It keeps a table of what it is told can be found, and answers look-ups from that.
 """
 from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -17,6 +19,7 @@ from actors.mailbox import Mailbox
 from actors.messages import (
     Abort,
     Finish,
+    IndexChange,
     NewSequence,
     NewTokens,
     SequenceTokens,
@@ -84,6 +87,14 @@ def token_hashes(root: bytes, token_ids: list[int], known: list[int]) -> list[in
     return hashes
 
 
+def change_index(index: dict[int, tuple[bytes, bytes, tuple[int, ...]]], changes: Iterable[IndexChange]) -> None:
+    for block_id, key, parent, token_ids in changes:
+        if key:
+            index[block_id] = key, parent, token_ids
+        else:
+            index.pop(block_id, None)
+
+
 @dataclass
 class _Slot:
     started: StartedSequence
@@ -118,6 +129,7 @@ class ScriptedDevice:
                                                 for group in groups]
         self.tier: list[list[list[Entry]]] = [[[None] * BLOCK_SIZE for _ in range(group.num_tier_blocks)]
                                               for group in groups]
+        self.index: dict[int, tuple[bytes, bytes, tuple[int, ...]]] = {}    # block → its key, the one before, its ids
         self.num_rows = self.num_copies = self.num_tier_out = self.num_tier_in = 0
         self.last_step_id = -1
 
@@ -127,6 +139,8 @@ class ScriptedDevice:
         assert plan.step_id > self.last_step_id, "step ids go up"
         self.last_step_id = plan.step_id
         self._apply_changes(plan)
+        hints = tuple((request_id, self.count_leading(root, keys, token_ids))
+                      for request_id, root, keys, token_ids in plan.lookups)
         self._move_blocks(plan, is_failed=bool(error))
         rows = self._rows(plan)
         num_rows = sum(end - start for start, end in rows.values())
@@ -171,9 +185,18 @@ class ScriptedDevice:
         prompt_slots, prompt_positions, prompt_logprobs, prompt_tops = (
             zip(*prompt, strict=True) if prompt else ((),) * 4)
         return StepResult(plan.step_id, slots, positions, token_ids, logprobs, tops, prompt_slots,
-                          prompt_positions, prompt_logprobs, prompt_tops, tuple(failures), 0.5)
+                          prompt_positions, prompt_logprobs, prompt_tops, tuple(failures), 0.5, hints)
+
+    def count_leading(self, root: bytes, keys: tuple[bytes, ...], token_ids: tuple[int, ...]) -> int:
+        assert keys == block_keys(root, token_ids)
+        assert keys, "there is something to look for"
+        assert len(keys) * BLOCK_SIZE == len(token_ids)
+        known, parents = set(self.index.values()), (root, *keys)
+        blocks = [(key, parents[i], token_ids[i * BLOCK_SIZE:(i + 1) * BLOCK_SIZE]) for i, key in enumerate(keys)]
+        return next((i for i, block in enumerate(blocks) if block not in known), len(blocks))
 
     def _apply_changes(self, plan: StepPlan) -> None:
+        change_index(self.index, plan.index_changes)
         for slot_id in plan.ended:
             del self.slots[slot_id]
         for started in plan.started:
@@ -371,12 +394,14 @@ class SyncEngine:
 
     def __init__(self, groups: tuple[Group, ...] = (Group(64),), *, max_num_seqs: int = 4,
                  max_num_batched_tokens: int = 64, max_model_len: int = 1000, overlap: int = 0,
-                 poison: bool = False, **config: Any) -> None:
+                 poison: bool = False, asks_device: bool = False, **config: Any) -> None:
         """config: the other fields of SchedulerConfig."""
         self.now_s = 0.0
         self.policy = SchedulerPolicy(SchedulerConfig(
-            max_num_seqs, max_num_batched_tokens, max_model_len, groups, overlap, **config), lambda: self.now_s)
-        self.pool = BlockPool(groups, poison=poison)
+            max_num_seqs, max_num_batched_tokens, max_model_len, groups, overlap, asks_device=asks_device, **config),
+            lambda: self.now_s)
+        first_full = next((number for number, group in enumerate(groups) if group.window is None), 0)
+        self.pool = BlockPool(groups, poison=poison, told_group=first_full if asks_device else None)
         self.device = ScriptedDevice(groups, max_num_seqs, max_num_batched_tokens)
         self.results: deque[StepResult] = deque()
         self.answers = Answers()
@@ -442,6 +467,17 @@ class SyncEngine:
         assert self.pool.num_sequences == 0
         assert self.pool.num_free == tuple(group.num_blocks for group in self.pool.groups)
         self.pool.check_integrity()
+
+    def check_told(self) -> None:
+        """What the device was told of and what is still to be told are, together, what can be found."""
+        for blocks in self.pool.blocks:
+            index, known = blocks.index, dict(self.device.index)
+            if index.changes is None:
+                continue
+            change_index(known, (*self.policy._device_index.changes, *index.changes.values()))
+            assert known == {block_id: (key, parent, index._continuations[parent][block_id])
+                             for block_id, (key, parent) in enumerate(zip(index.key_of, index._parent_of, strict=True))
+                             if key is not None and parent is not None}
 
     def _take_output(self) -> None:
         output = self.policy.take_output()

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,16 @@ import pytest
 from actors.executor import Executor
 from actors.mailbox import Mailbox
 from actors.messages import StartedSequence, StepPlan, StepResult
+from actors.policy.block_keys import block_keys
 from actors.policy.scheduler import SchedulerMessage
 from actors.sampling_params import SamplingParams
+from cuda.device_runner import DeviceRunner
+from cuda.kernels.ops import KernelOps
+from cuda.kernels.types import BF16
 from cuda.reference import ReferenceOps
 from cuda.runner import BaseRunner, Runner
+from tests.cuda_emulator.build import unavailable
+from tests.cuda_emulator.launcher import EmulatorLauncher
 from weights.load import open_model
 
 MODEL = Path(__file__).parent.parent / "golden" / "models" / "llama"
@@ -31,11 +37,12 @@ def started(slot: int, token_ids: tuple[int, ...], *block_ids: int) -> StartedSe
     return StartedSequence(slot, f"r{slot}", token_ids, len(token_ids), sampling, (), 0, 0, (block_ids,))
 
 
-async def run(plans: Sequence[StepPlan], overlap: int, prepare: Any = lambda runner: None) -> list[StepResult]:
+async def run(plans: Sequence[StepPlan], overlap: int, prepare: Any = lambda runner: None,
+              make: Callable[[], BaseRunner] = make_runner) -> list[StepResult]:
     """All plans are sent before any result is read. prepare: gets the runner before the first of them."""
     inbox: Mailbox[SchedulerMessage] = Mailbox()
     executor = Executor(inbox, overlap)
-    prepare(await executor.load(make_runner))
+    prepare(await executor.load(make))
     watching = asyncio.create_task(executor.run())
     for plan in plans:
         executor.send(plan)
@@ -88,3 +95,53 @@ def test_blocks_that_cannot_be_moved_fail_their_step_and_no_stranger_in_the_next
                 expected.positions[0], expected.token_ids[0], expected.logprobs[0])
 
     asyncio.run(main())
+
+
+# ---- The device's table of blocks that can be found
+
+def make_device_runner() -> BaseRunner:
+    model = open_model(MODEL)
+    ops = KernelOps(EmulatorLauncher(), BF16, deterministic=True)
+    runner = DeviceRunner(model.spec, model.weights(), ops, (8,), max_num_seqs=4, max_num_batched_tokens=64,
+                          max_model_len=64, kv_dtype="bf16")
+    runner.keep_index(8)
+    return runner
+
+
+@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("fails", ["move_blocks", "look_up", "launch"])
+def test_changes_of_the_index_outlive_the_step_that_brings_them(fails: str, overlap: int,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look-up sees what its own plan tells and plans before it, failed ones too; and only the failed have no answer.
+    """
+    root, token_ids = bytes(16), tuple(range(5, 45))
+    keys = block_keys(root, token_ids)
+    first, second = (0, keys[0], root, token_ids[:16]), (1, keys[1], keys[0], token_ids[16:32])
+    fillers = tuple((block_id, key, root, token_ids[:16]) for block_id, key in
+                    zip(range(3, 8), block_keys(b"others", range(80)), strict=True))
+    lookup = ("waits", root, keys, token_ids[:32])
+    plans = [
+        StepPlan(0, started=(started(0, token_ids, 0, 1, 2),), chunks=((0, 0, 40),), num_tokens=40,
+                 lookups=(("r0", root, keys, token_ids[:32]),)),
+        StepPlan(1, num_tokens=1, index_changes=(first, second), lookups=(lookup,)),
+        StepPlan(2, ended=(0,), started=(started(1, (7, 8), 4),), chunks=((1, 0, 2),), num_tokens=2,
+                 lookups=(lookup, ("other root", bytes(15) + b"x", keys[:1], token_ids[:16]))),
+        StepPlan(3, num_tokens=1, index_changes=(*fillers, (1, b"", b"", ()), (0, b"", b"", ()), first)),
+        StepPlan(4, num_tokens=1, lookups=(lookup,)),
+    ]
+
+    def fail_once(runner: BaseRunner) -> None:
+        method, calls = getattr(runner, fails), iter(range(len(plans)))
+
+        def fail(*arguments: Any) -> Any:
+            if next(calls) == 1:
+                raise MemoryError
+            return method(*arguments)
+
+        monkeypatch.setattr(runner, fails, fail)
+
+    results = asyncio.run(run(plans, overlap, fail_once, make_device_runner))
+    assert [result.error for result in results] == ["", "MemoryError in step 1", "", "", ""]
+    assert [result.prefix_hints for result in results] == [
+        (("r0", 0),), (), (("waits", 2), ("other root", 0)), (), (("waits", 1),)]

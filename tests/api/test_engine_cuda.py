@@ -13,10 +13,13 @@ import pytest
 
 from actors import system
 from api.engine import Engine, EngineDead, SamplingParams
+from api.metrics import Metrics
+from cuda.device_runner import DeviceRunner
 from cuda.devices import Gpu
 from cuda.launcher import DeviceLost
 from tests.api import test_engine, test_engine_cache
-from tests.api.test_engine import GREEDY, MODELS, SEEDED, facts, prompts, run, tiny
+from tests.api.test_engine import BLOCK_BYTES, GREEDY, MODELS, SEEDED, facts, idle, prompts, run, tiny
+from tests.api.test_engine_cache import ids
 from tests.cuda_emulator.build import unavailable
 from tests.cuda_emulator.launcher import EmulatorLauncher
 
@@ -54,6 +57,61 @@ def test_as_on_the_other_back_ends(test: Callable[[str], None]) -> None:
 def test_hits_and_choices(model: str) -> None:
     test_engine_cache.test_a_hit_equals_a_cold_start("cuda", model)
     test_engine_cache.test_choices_equal_each_alone("cuda", model, 20)
+
+
+def test_the_device_s_table_has_what_the_pool_finds() -> None:
+    """After a burst, in a cache that the prompts fill many times over: of who comes alone nothing changes between its
+    look-up and its entering, so each hint is right. A block is found by its tokens and by what was before it."""
+    async def main() -> None:
+        base = ids(48)
+        prompts = [base[:16 * (i % 4)] + ids(20 + 3 * i, i) for i in range(8)]
+        async with tiny("cuda", kv_cache_memory=16 * BLOCK_BYTES // 2, max_model_len=128) as engine:
+            await asyncio.gather(*(engine.complete(prompt, SEEDED) for prompt in prompts))
+            burst = engine.stats()
+            assert burst.device_prefix_lookups == len(prompts)
+            for prompt in [*prompts, *prompts]:
+                await engine.complete(prompt[:40], SEEDED)
+            stats = engine.stats()
+            assert stats.device_prefix_lookups - burst.device_prefix_lookups == 16
+            assert stats.device_prefix_lookups_agreeing - burst.device_prefix_lookups_agreeing == 16
+            assert stats.prefix_cache_hits - burst.prefix_cache_hits > 100
+
+            await idle(engine)
+            system = engine._system
+            (blocks,) = system.pool.pool.blocks
+            assert len(blocks.evicted) > 20
+            runner, index = system.runner, blocks.index
+            assert isinstance(runner, DeviceRunner)
+            assert runner.prefix_table is not None
+            assert index.changes is not None
+            changes = [*system.scheduler.policy._device_index.changes, *index.changes.values()]
+            runner.change_index(changes)            # what no plan has told yet
+            found = [(parent, [key], index._continuations[parent][block_id])
+                     for block_id, (parent, key) in enumerate(zip(index._parent_of, index.key_of, strict=True))
+                     if parent is not None and key is not None]
+            assert runner.look_up(found)() == [1] * len(found)
+            assert runner.prefix_table._findable == {block_id for block_id, key in enumerate(index.key_of) if key}
+            assert not any(runner.look_up([(parent, keys, (*token_ids[:-1], token_ids[-1] ^ 1))
+                                           for parent, keys, token_ids in found])())
+            assert not any(runner.look_up([(parent[::-1], keys, token_ids) for parent, keys, token_ids in found])())
+
+    run(main)
+
+
+def test_hints_are_counted_where_metrics_are_read() -> None:
+    async def main() -> None:
+        for device, caches in (("cuda", True), ("cuda", False), ("reference", True)):
+            async with tiny(device, enable_prefix_caching=caches) as engine:
+                for _ in range(3):
+                    await engine.complete(ids(40), GREEDY)
+                await engine.complete(ids(16), GREEDY)      # whose last token is computed in any case
+                text = Metrics(engine).text().decode()
+                num_lookups = 3 if caches else 0
+                for name in ("device_prefix_lookups_total", "device_prefix_lookups_agreeing_total"):
+                    line = f'troupe:{name}{{engine="0",model_name="llama"}} {float(num_lookups)}\n'
+                    assert (line in text) == (name in text) == (device == "cuda")
+
+    run(main)
 
 
 def test_greedy_tokens_are_the_golden_ones() -> None:

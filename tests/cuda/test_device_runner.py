@@ -1,5 +1,5 @@
-"""Whole tiny models by the CUDA kernels, through the emulator: the reference's greedy tokens, and the same bits whatever
-the batch, the chunks, the bucket and the order of threads.
+"""Whole tiny models by the CUDA kernels, through the emulator: the reference's greedy tokens, and the same bits
+whatever the batch, the chunks, the bucket and the order of threads.
 """
 from __future__ import annotations
 

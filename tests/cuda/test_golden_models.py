@@ -223,7 +223,8 @@ def test_greedy_tokens_of_the_runner(name: str, backend: str) -> None:
                         max_num_batched_tokens=32, max_model_len=64)
         for slot, block_ids in enumerate(([9, 2, 30], [1, 7, 8])):
             runner.start(slot, prompt, len(prompt), GREEDY, [block_ids] * len(runner.groups), True, None)
-        outputs = [runner.launch(runner.rows(chunks, []))() for chunks in ([(0, 0, 17), (1, 0, 5)], [(0, 17, 24), (1, 5, 24)])]
+        outputs = [runner.launch(runner.rows(chunks, []))()
+                   for chunks in ([(0, 0, 17), (1, 0, 5)], [(0, 17, 24), (1, 5, 24)])]
         outputs += [runner.launch(runner.rows([], [1] if step == 3 else []))() for step in range(len(greedy) - 1)]
     finally:
         ops.close()

@@ -60,7 +60,7 @@ class World:
     def __init__(self, groups: tuple[Group, ...], max_num_seqs: int, budget: int, overlap: int,
                  policy: dict[str, Any]) -> None:
         self.engine = SyncEngine(groups, max_num_seqs=max_num_seqs, max_num_batched_tokens=max(budget, max_num_seqs),
-                                 max_model_len=MAX_MODEL_LEN, overlap=overlap, poison=True, **policy)
+                                 max_model_len=MAX_MODEL_LEN, overlap=overlap, poison=True, asks_device=True, **policy)
         self.policy_name = policy["scheduling_policy"]
         self.sequences: dict[str, NewSequence] = {}
         self.stopped: set[str] = set()      # aborted by a stop string: nothing more is said about them
@@ -131,6 +131,7 @@ class World:
         policy = self.engine.policy
         self.engine.pool.check_integrity()
         self._check_findable()
+        self.engine.check_told()
         running, waiting = list(policy.running.values()), list(policy.waiting.values())
         if self.policy_name == "fcfs":
             order = [sequence.number for sequence in running + waiting]
@@ -191,6 +192,7 @@ class World:
                 check_answer(cut(sequence), answer)
         stats, device = self.engine.policy.stats, self.engine.device
         return Counter(steps=stats.num_steps, preemptions=stats.num_preemptions, hits=stats.prefix_cache_hits,
+                       hints=stats.device_prefix_lookups, agreeing=stats.device_prefix_lookups_agreeing,
                        copies=device.num_copies, tier_out=device.num_tier_out, tier_in=device.num_tier_in,
                        evicted=sum(len(blocks.evicted) for blocks in self.engine.pool.blocks))
 
@@ -300,7 +302,7 @@ def test_any_order_of_events() -> None:
 def test_a_crowded_engine() -> None:
     happened = sum((soak(seed, 400) for seed in range(60)), Counter[str]())
     assert happened["steps"] > 10_000
-    for event in ("preemptions", "hits", "copies", "evicted", "tier_out", "tier_in"):
+    for event in ("preemptions", "hits", "copies", "evicted", "tier_out", "tier_in", "hints", "agreeing"):
         assert happened[event] > 30, f"{event} hardly ever happens: {happened}"
 
 
