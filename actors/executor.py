@@ -119,7 +119,7 @@ class Executor:
             plan = self._plans.get()
             if plan is None:
                 self._launched.put(None)
-                runner.ops.close()
+                runner.close()
                 return
             self._running_since.append(time.monotonic())
             result = self._launch(runner, plan)
@@ -188,6 +188,8 @@ class Executor:
                 runner.start(started.slot, started.token_ids, started.num_prompt_tokens, _slot_sampling(started),
                              started.block_ids, wants_token=started.sampling.max_tokens != 0,
                              prompt_logprobs=started.sampling.prompt_logprobs)
+            except DeviceLost:
+                raise
             except Exception as error:
                 log.exception("request %s could not enter slot %d", started.request_id, started.slot)
                 runner.end(started.slot)
@@ -234,7 +236,7 @@ def _slot_sampling(started: StartedSequence) -> SlotSampling:
         presence_penalty=sampling.presence_penalty, frequency_penalty=sampling.frequency_penalty,
         repetition_penalty=sampling.repetition_penalty, logit_bias=sampling.logit_bias,
         min_tokens=sampling.min_tokens, stop_ids=started.stop_ids, seed=started.seed, choice=started.choice,
-        logprobs=sampling.logprobs)
+        logprobs=sampling.logprobs, allowed_ids=sampling.allowed_token_ids, bad_words=started.bad_word_ids)
 
 
 def _result(step_id: int, output: StepOutput, prefix_hints: Hints, failed: tuple[tuple[int, str], ...],

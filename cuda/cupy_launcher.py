@@ -27,17 +27,21 @@ SHARED_BYTES = 48 << 10                     # what a block gets unasked
 
 # CUDA's errors after which no call of the process's context succeeds. Source: cudaError_t in the CUDA runtime API.
 _LOST = {214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 999}
+_NO_MEMORY = 2                              # of the device or, pinned, of the host
 
 
 class _DeviceErrors:
-    """Makes DeviceLost of CuPy's errors of runtime and driver, which bring their number."""
+    """Makes DeviceLost and MemoryError of CuPy's errors of runtime and driver, which bring their number."""
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError) and getattr(error, "status", None) in _LOST:
+        status = getattr(error, "status", None) if isinstance(error, RuntimeError) else None
+        if status in _LOST:
             raise DeviceLost(f"{error}") from error
+        if status == _NO_MEMORY:
+            raise MemoryError(f"{error}") from error
 
 
 _device_errors = _DeviceErrors()
@@ -46,8 +50,8 @@ _device_errors = _DeviceErrors()
 class CupyEvent:
     def __init__(self, launcher: CupyLauncher) -> None:
         self._launcher = launcher
-        self._event = launcher.cupy.cuda.Event(block=True, disable_timing=True)
         with _device_errors:
+            self._event = launcher.cupy.cuda.Event(block=True, disable_timing=True)
             self._event.record(launcher.stream)
 
     @property
@@ -144,15 +148,21 @@ class CupyLauncher:
 
     def pinned(self, shape: int | tuple[int, ...], dtype: Any) -> NDArray[Any]:
         """Host memory that goes back to the pool with its last view."""
-        self.not_in_capture("allocation")
-        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-        memory = self.cupy.cuda.alloc_pinned_memory(max(size, 1))
-        array: NDArray[Any] = np.frombuffer(memory, np.uint8, size).view(dtype).reshape(shape)
-        return array
+        return self._allocate_pinned(self.cupy.cuda.alloc_pinned_memory, shape, dtype)
 
     def empty_pinned(self, shape: int | tuple[int, ...], dtype: Any) -> NDArray[Any]:
-        array = self.pinned(shape, dtype)
+        # NOTE: not of the pool, which rounds up to a power of two: the tier could take twice what was asked for.
+        cuda = self.cupy.cuda
+        array = self._allocate_pinned(lambda size: cuda.PinnedMemoryPointer(cuda.PinnedMemory(size), 0), shape, dtype)
         self._pinned.append(array.reshape(-1).view(np.uint8))
+        return array
+
+    def _allocate_pinned(self, new: Callable[[int], Any], shape: int | tuple[int, ...], dtype: Any) -> NDArray[Any]:
+        self.not_in_capture("allocation")
+        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        with _device_errors:
+            memory = new(max(size, 1))
+        array: NDArray[Any] = np.frombuffer(memory, np.uint8, size).view(dtype).reshape(shape)
         return array
 
     # ---- Copies
@@ -229,7 +239,7 @@ class CupyLauncher:
         for entry in entries:
             if (source, entry) not in self._kernels:
                 begin_s = time.perf_counter()
-                with self.device:
+                with _device_errors, self.device:
                     module = self.cupy.RawModule(code=source_text(source), options=OPTIONS, name_expressions=[entry])
                     self._kernels[source, entry] = module.get_function(entry)
                 log.info("kernel %s: ready after %.2f s", entry, time.perf_counter() - begin_s)

@@ -29,7 +29,6 @@ from weights.spec import ModelSpec
 
 GRAPH_ROWS = 32
 BUCKETS = (1, 2, 4, 8, 16, 24, 32)
-EAGER_FIRST = 1                             # steps of a kind before it is captured: they load what it needs
 ALIGNMENT = 64                              # int32 numbers between the starts of two inputs
 INDEX_CHANGES = 256                         # are sent without a look-up, lest the next one had to send far more
 
@@ -49,9 +48,8 @@ class _Inputs:
 @dataclass(slots=True, eq=False)
 class _Kind:
     """Steps that one pair of graphs serves."""
-    num_steps: int = 0
-    forward: Graph | None = None
-    sampling: Graph | None = None
+    has_run: bool = False                   # eagerly: all that it needs is loaded and allocated
+    graphs: tuple[Graph, Graph] | None = None       # the forward pass and the sampling
 
 
 class DeviceRunner(BaseRunner):
@@ -88,6 +86,13 @@ class DeviceRunner(BaseRunner):
     def end(self, slot: int) -> None:
         super().end(slot)
         self.sampler.end(slot)
+
+    def close(self) -> None:
+        # What is kept of an engine that is over must not keep the device's memory.
+        self._kinds.clear()
+        del self.model, self.caches, self.tiers, self.tokens, self.block_tables, self._table_views, self.sampler
+        del self._token_ids, self._slot_mapping, self._inputs, self.prefix_table
+        super().close()
 
     def append_blocks(self, slot: int, group: int, block_ids: Sequence[int]) -> None:
         first = self.slots.append_blocks(slot, group, block_ids)
@@ -229,7 +234,8 @@ class DeviceRunner(BaseRunner):
     def _launch_decode(self, rows: StepRows) -> tuple[NDArray[np.float32], list[TopLogprobs]]:
         """One row a sequence, each with a token to sample, padded to a bucket; no prompt logprobs."""
         num_rows = len(rows.positions)
-        bucket = next(bucket for bucket in BUCKETS if bucket >= num_rows)
+        # The workspace holds no more rows than a step can have.
+        bucket = min(next(bucket for bucket in BUCKETS if bucket >= num_rows), self.max_num_tokens)
 
         def padded(column: Ints) -> Ints:
             return np.concatenate([column, np.full(bucket - num_rows, -1, np.int32)])
@@ -242,16 +248,18 @@ class DeviceRunner(BaseRunner):
         inputs = self._upload(padded(rows.row_slots), padded(rows.positions), padded(row_numbers),
                               padded(rows.sample_slots), padded(rows.sample_positions), decode_work, prefill_work)
         kind = self._kinds.setdefault((bucket, *sizes), _Kind())
-        kind.num_steps += 1
         part = slice(0, bucket)
-        if kind.forward is None or kind.sampling is None:
-            if kind.num_steps <= EAGER_FIRST:
-                self._sample(self.model.logits(self._forward(inputs)), inputs, part)
-                return np.zeros(0, np.float32), []
-            kind.forward, logits = self._capture(lambda: self.model.logits(self._forward(inputs)))
-            kind.sampling, _ = self._capture(lambda: self._sample(logits, inputs, part))
-        kind.forward.launch()
-        kind.sampling.launch()
+        if not kind.has_run:
+            self._sample(self.model.logits(self._forward(inputs)), inputs, part)
+            kind.has_run = True
+            return np.zeros(0, np.float32), []
+        if kind.graphs is None:
+            kind.has_run = False            # should the capture fail, the next step finds out eagerly what was missing
+            forward, logits = self._capture(lambda: self.model.logits(self._forward(inputs)))
+            sampling, _ = self._capture(lambda: self._sample(logits, inputs, part))
+            kind.graphs, kind.has_run = (forward, sampling), True
+        for graph in kind.graphs:
+            graph.launch()
         return np.zeros(0, np.float32), []
 
     def _capture(self, work: Callable[[], Array]) -> tuple[Graph, Array]:

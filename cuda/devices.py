@@ -55,7 +55,7 @@ def usable_gpu(load_driver: Callable[[], Any] | None = None,
             if error.name != package:
                 raise NoGpu(f"{package} cannot be imported: {_one_line(error)}") from error
             raise NoGpu(f"{package} is not installed: {extra}") from error
-        except ImportError as error:
+        except Exception as error:                      # NOTE: a package built for another NumPy raises ValueError
             raise NoGpu(f"{package} cannot be imported: {_one_line(error)}") from error
     built_for = int(import_module("cupy").cuda.runtime.runtimeGetVersion())
     if built_for // 1000 > gpu.driver // 1000:

@@ -77,6 +77,10 @@ class BaseRunner:
         """`block_ids` continue the slot's table of `group`."""
         self.slots.append_blocks(slot, group, block_ids)
 
+    def close(self) -> None:
+        """Memory and threads go back; nothing may follow but what waits for results."""
+        self.ops.close()
+
     def launch(self, rows: StepRows | None) -> Callable[[], StepOutput]:
         """Runs them. What it returns waits for the results, on any thread, in the order of the launches."""
         raise NotImplementedError

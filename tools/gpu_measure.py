@@ -32,6 +32,8 @@ DECODE_ATTENTION_TARGET = 0.80              # of the copy bandwidth, from this m
 DECODE_ATTENTION_MB = 32
 PREFILL_ATTENTION_TARGET = 0.45             # of the matrix rate
 SKINNY_TARGETS = {"bf16": 0.85, "8 bit": None, "4 bit": 0.75}   # of the copy bandwidth
+NUM_RANDOM = (1 << 20) - 3                  # numbers that are drawn, and then repeated: a prime, so that no two rows of
+                                            # a weight are alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,10 +267,10 @@ def random_weight(kind: str, num_rows: int, inputs: int, seed: int = 0) -> Weigh
     """bf16, "8 bit" or "4 bit", the latter in groups of 32 and with offsets, as Q4_1 has them."""
     random = np.random.default_rng(seed)
     if kind == "bf16":
-        some = (random.standard_normal(1 << 20, np.float32) / np.float32(inputs**0.5)).astype(BF16).view(np.uint16)
+        some = (random.standard_normal(NUM_RANDOM, np.float32) / np.float32(inputs**0.5)).astype(BF16).view(np.uint16)
         return Dense(np.resize(some, (num_rows, inputs)), is_bf16=True)
     bits = 8 if kind == "8 bit" else 4
-    codes = np.resize(random.integers(0, 256, 1 << 20, np.uint8), (num_rows, inputs * bits // 8))
+    codes = np.resize(random.integers(0, 256, NUM_RANDOM, np.uint8), (num_rows, inputs * bits // 8))
     scale = np.full((num_rows, inputs // 32), 1 / (inputs**0.5 * 2 ** (bits - 2)), np.float32)
     return Affine(codes, scale, np.float32(-(2 ** (bits - 1)) + 0.5) * scale, bits, 32)
 

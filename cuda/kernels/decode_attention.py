@@ -86,23 +86,28 @@ def counters_size(num_items: int, num_heads: int, num_kv_heads: int) -> int:
     return num_items * num_kv_heads * tiles_of_group(num_heads // num_kv_heads)
 
 
+def rows_of_item(group_size: int) -> int:
+    """Rows of a sequence whose query heads of a kv head fill one tile."""
+    return max(1, min(MAX_ROWS, TILE_ROWS // group_size))
+
+
 def plan(runs: NDArray[np.int32], group_size: int, window: int | None = None) -> NDArray[np.int32]:
     """The work list [W, 8] of runs [n, 4]: first row, length, position of the first row, row of the block table.
 
     An item is at most 8 rows of a run, such that they and their query heads of a kv head fill one tile, and 512 keys.
     """
-    rows_of_item = max(1, min(MAX_ROWS, TILE_ROWS // group_size))
+    num_together = rows_of_item(group_size)
     first_row, length, start, table_row = runs.T
-    pieces = -(-length // rows_of_item)
+    pieces = -(-length // num_together)
     run, piece = _numbered(pieces)
-    position = start[run] + piece * rows_of_item
-    num_rows = np.minimum(rows_of_item, start[run] + length[run] - position)
+    position = start[run] + piece * num_together
+    num_rows = np.minimum(num_together, start[run] + length[run] - position)
     first_key = np.zeros_like(position) if window is None else np.maximum(0, position - window + 1)
     first_split = first_key // SPLIT_KEYS
     num_splits = (position + num_rows - 1) // SPLIT_KEYS - first_split + 1
     item, split = _numbered(num_splits)
     work = np.zeros((len(item), 8), np.int32)
-    work[:, 0] = (first_row[run] + piece * rows_of_item)[item]
+    work[:, 0] = (first_row[run] + piece * num_together)[item]
     work[:, 1] = num_rows[item]
     work[:, 2] = position[item]
     work[:, 3] = table_row[run][item]

@@ -66,9 +66,10 @@ def embed_rows(launcher: Launcher, out: DeviceArray, token_ids: DeviceArray, tab
 def _reference(out: NDArray[Any], token_ids: NDArray[np.int32], table: NDArray[Any], scales: NDArray[Any] | None = None,
                offsets: NDArray[Any] | None = None, *, bits: int = 16, group: int = 0,
                scale: float = 1.0) -> dict[str, NDArray[Any]]:
-    rows = unpack_weight(DeviceDense(table) if bits == 16 else DeviceAffine(
-        table, scales, offsets, (len(table), out.shape[1]), bits, group, 1.0))
-    taken = np.where(token_ids[:, None] < 0, 0.0, rows[token_ids])
+    of_scales, of_offsets = (None if array is None else array[token_ids] for array in (scales, offsets))
+    rows = unpack_weight(DeviceDense(table[token_ids]) if bits == 16 else DeviceAffine(
+        table[token_ids], of_scales, of_offsets, (len(out), out.shape[1]), bits, group, 1.0))
+    taken = np.where(token_ids[:, None] < 0, 0.0, rows)
     return {"out": (taken.astype(np.float32) * np.float32(scale)).astype(np.float32)}
 
 

@@ -16,7 +16,7 @@ from cuda.kernels import block_copy, decode_attention, prefill_attention
 from cuda.kernels.embed import embed
 from cuda.kernels.gated import gated
 from cuda.kernels.gemm import SKINNY_ROWS, linear
-from cuda.kernels.packing import DeviceDense, DeviceLinear, pack_linear, pack_weight, packed_bytes
+from cuda.kernels.packing import DeviceDense, DeviceLinear, pack_linear, pack_weight, packed_bytes, packed_linear_bytes
 from cuda.kernels.rms_norm import rms_norm
 from cuda.kernels.rope_store_kv import rope_store_kv
 from cuda.kernels.slot_sampling import DeviceSampling
@@ -61,6 +61,13 @@ class DeviceKVCache:
         return self.keys, self.values, *scales
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PostNormed:
+    """RMSNorm of an array that only joins the residual stream: the kernel of the norm that adds it computes both."""
+    x: DeviceArray
+    weight: DeviceArray
+
+
 class KernelOps:
     """See `cuda.ops.Ops`. Used by the device thread."""
 
@@ -77,6 +84,8 @@ class KernelOps:
         self._rope_tables: dict[RopeSpec, DeviceArray] = {}
         self._partials = launcher.empty(0, np.float32)
         self._counters = launcher.empty(0, np.int32)
+        self._logits: DeviceArray | None = None
+        self._work: dict[int, list[DeviceArray]] = {}           # of this step: work lists by their block table
 
     # ---- Start
 
@@ -88,16 +97,23 @@ class KernelOps:
 
     def prepared_bytes(self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, max_position: int,
                        max_num_seqs: int) -> int:
-        projections = [part for layer in weights.layers for projection in
-                       (layer.qkv, layer.o, layer.gate_up, layer.down) for part in projection.parts]
-        stored = {id(part): part for part in (weights.embed, *weights.head.parts, *projections)}
+        projections = [projection for layer in weights.layers for projection in
+                       (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        if weights.head.parts[0] is not weights.embed:
+            projections.append(weights.head)
+        stored = packed_bytes(weights.embed) + sum(map(packed_linear_bytes, projections))
         widths = (spec.hidden_size, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim,
                   spec.num_heads * spec.head_dim, spec.ffn_size, 2 * spec.ffn_size)
         workspace = max_tokens * (RING * sum(set(widths)) * self.dtype.itemsize + 3 * spec.hidden_size * 4)
         tables = max_position * sum(rope.rotary_dim * 4 for rope in {layer.rope for layer in spec.layers} if rope)
         slots = DeviceSampling.state_bytes(max_num_seqs, spec.vocab_size) + 8 * max_num_seqs * max_position
-        return (sum(packed_bytes(part) for part in stored.values()) + workspace + tables + slots
-                + LOGITS_ROWS * spec.vocab_size * 4)
+        # Merges of split sequences; deterministic chunks are split too.
+        runs = max_num_seqs
+        if self.deterministic:
+            runs += max_tokens // decode_attention.rows_of_item(spec.num_heads // spec.num_kv_heads)
+        items = runs * -(-max_position // decode_attention.SPLIT_KEYS)
+        merges = 4 * decode_attention.partials_size(items, spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        return stored + workspace + tables + slots + merges + LOGITS_ROWS * spec.vocab_size * 4
 
     def prepare(self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, max_position: int) -> ModelWeights:
         self.spec, self.max_tokens = spec, max_tokens
@@ -142,7 +158,7 @@ class KernelOps:
 
     def begin(self, batch: Any) -> None:
         """batch: a DeviceBatch."""
-        self.batch: DeviceBatch = batch
+        self.batch: DeviceBatch | None = batch
         # The work lists of a group are found by its block table, which `attend` is given.
         self._work = {id(table): work for table, *work in
                       zip(batch.block_tables, batch.decode_work, batch.prefill_work, strict=True)}
@@ -163,9 +179,13 @@ class KernelOps:
         embed(self.launcher, x, token_ids, table, scale)
         return x
 
-    def rms_norm(self, x: DeviceArray, weight: DeviceArray, eps: float, add: DeviceArray | None = None) -> DeviceArray:
+    def rms_norm(self, x: DeviceArray, weight: DeviceArray, eps: float, add: Any = None) -> Any:
+        if x.dtype == self.dtype:           # not the residual stream: what joins it next
+            assert add is None, "only the residual stream has something added"
+            return PostNormed(x, weight)
         out = self._new(x.shape[0], x.shape[1], self.dtype)
-        rms_norm(self.launcher, out, x, weight, eps, add)
+        added, post = (add.x, add.weight) if isinstance(add, PostNormed) else (add, None)
+        rms_norm(self.launcher, out, x, weight, eps, added, post)
         return out
 
     def linear(self, x: DeviceArray, weight: Any) -> DeviceArray:
@@ -181,9 +201,10 @@ class KernelOps:
     def rope(self, qkv: DeviceArray, positions: DeviceArray, rope: RopeSpec | None, q_norm: DeviceArray | None,
              k_norm: DeviceArray | None, eps: float) -> None:
         # One kernel rotates and stores: `store_kv`, which always comes next, launches it.
-        self._rope = None if rope is None else self._rope_tables[rope], q_norm, k_norm, eps
+        self._rope: Any = None if rope is None else self._rope_tables[rope], q_norm, k_norm, eps
 
     def store_kv(self, qkv: DeviceArray, cache: DeviceKVCache, layer: int, slot_mapping: DeviceArray) -> None:
+        assert self.batch is not None, "begin comes first"
         table, q_norm, k_norm, eps = self._rope
         rope_store_kv(self.launcher, qkv, *self._layer(cache, layer), self.batch.positions, slot_mapping, table, q_norm,
                       k_norm, eps, self.spec.num_heads, self.spec.num_kv_heads)
@@ -208,21 +229,23 @@ class KernelOps:
         sizes = (decode_attention.partials_size(num_items, spec.num_heads, spec.num_kv_heads, spec.head_dim),
                  decode_attention.counters_size(num_items, spec.num_heads, spec.num_kv_heads))
         if self._partials.shape[0] < sizes[0]:      # graphs keep what they were captured with
-            self._partials = self.launcher.empty(2 * sizes[0], np.float32)
+            self._partials = self.launcher.empty(sizes[0], np.float32)
         if self._counters.shape[0] < sizes[1]:
-            self._counters = self.launcher.zeros(2 * sizes[1], np.int32)
+            self._counters = self.launcher.zeros(sizes[1], np.int32)
         return self._partials, self._counters
 
     def gated(self, gate_up: DeviceArray, activation: str) -> DeviceArray:
         return gate_up                      # the projection's epilogue has done it
 
-    def take_rows(self, x: DeviceArray, rows: DeviceArray) -> DeviceArray:
+    def take_rows(self, x: Any, rows: DeviceArray) -> Any:
+        if isinstance(x, PostNormed):
+            return PostNormed(self.take_rows(x.x, rows), x.weight)
         taken = self._new(rows.shape[0], x.shape[1], x.dtype)
         take_rows(self.launcher, taken, x, rows)
         return taken
 
     def logits(self, x: DeviceArray, head: Any, softcap: float | None) -> DeviceArray:
-        if not hasattr(self, "_logits"):
+        if self._logits is None:
             self._logits = self.launcher.empty((LOGITS_ROWS, self.spec.vocab_size), np.float32)
         assert x.shape[0] <= LOGITS_ROWS, f"{x.shape[0]} rows of logits, at most {LOGITS_ROWS} at a time"
         out = self._logits[:x.shape[0]]
@@ -236,7 +259,10 @@ class KernelOps:
         """Nothing is ever held back here; `Launcher.download` waits."""
 
     def close(self) -> None:
-        self.launcher.synchronize()
+        self._workspace, self._rope_tables = {}, {}
+        self._partials = self._counters = self._logits = self._rope = self.batch = None
+        self._work = {}
+        self.launcher.close()
 
     # ---- Blocks
 

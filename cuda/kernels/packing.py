@@ -122,8 +122,19 @@ def packed_bytes(weight: Weight) -> int:
     return rows * (units * UNIT_BYTES + chunks * SCALE_CHUNK * 2 * FP16.itemsize)
 
 
+def packed_linear_bytes(linear: Linear) -> int:
+    """The same of a projection without its bias."""
+    affine = [part for part in linear.parts if isinstance(part, Affine)]
+    if len(affine) < len(linear.parts):     # what is packed with a dense part may become dense
+        return sum(max(packed_bytes(part), 2 * part.shape[0] * part.shape[1]) for part in linear.parts)
+    units, chunks = units_and_chunks(linear.in_features, max(part.bits for part in affine),
+                                     min(part.group for part in affine))
+    return linear.out_features * (units * UNIT_BYTES + chunks * SCALE_CHUNK * 2 * FP16.itemsize)
+
+
 def pack_linear(launcher: Launcher, linear: Linear, dtype: np.dtype[Any], gated: str | None = None) -> DeviceLinear:
-    """A projection as `gemm.linear` takes it. Neighbouring parts of one format become one.
+    """A projection as `gemm.linear` takes it. Quantized parts become one, in the narrowest format that holds them all
+    without loss: the projection of queries, keys and values is one launch even where v is stored with more bits.
 
     gated: the activation of a projection whose first half of rows are gates and whose second half are multiplied.
     Raises: ValueError where shapes, the activation or the numbers do not fit; MemoryError.
@@ -137,7 +148,8 @@ def pack_linear(launcher: Launcher, linear: Linear, dtype: np.dtype[Any], gated:
         bias = None if bias is None else bias[order]
     else:
         runs: list[list[Weight]] = []
-        for part in linear.parts:
+        is_affine = all(isinstance(part, Affine) for part in linear.parts)
+        for part in _one_format(linear.parts) if is_affine else linear.parts:
             if runs and _format(runs[-1][0]) == _format(part):
                 runs[-1].append(part)
             else:

@@ -18,10 +18,11 @@ MAX_COLUMNS = ELEMENTS * MAX_THREADS
 
 
 def rms_norm(launcher: Launcher, out: DeviceArray, x: DeviceArray, weight: DeviceArray, eps: float,
-             add: DeviceArray | None = None) -> None:
-    """out [T, C] = x [T, C] * weight [C] / rms(x); with `add` [T, C], x += add comes first and stays in x.
+             add: DeviceArray | None = None, post: DeviceArray | None = None) -> None:
+    """out [T, C] = x [T, C] * weight [C] / rms(x); with `add` [T, C], x += add comes first and stays in x; with `post`
+    [C] too, what is added is add * post / rms(add).
 
-    out and add: of one 16-bit type; x: of that type or float32, with `add` float32; weight: float32.
+    out and add: of one 16-bit type; x: of that type or float32, with `add` float32; weight and post: float32.
 
     Raises: ValueError naming shapes or types.
     """
@@ -32,6 +33,9 @@ def rms_norm(launcher: Launcher, out: DeviceArray, x: DeviceArray, weight: Devic
     if add is not None and (x.dtype != FLOAT32 or add.dtype != out.dtype or add.shape != x.shape):
         raise ValueError(f"add {add.dtype}{list(add.shape)} is not of {out.dtype} and the shape of a float32 x, "
                          f"which is {x.dtype}{list(x.shape)}")
+    if post is not None and (add is None or post.dtype != FLOAT32 or post.shape != weight.shape):
+        raise ValueError(f"post {post.dtype}{list(post.shape)} is not float32 of weight's {list(weight.shape)}, or has "
+                         "nothing to norm")
     if out.shape != x.shape or weight.shape != (columns,):
         raise ValueError(f"out {list(out.shape)}, x {list(x.shape)}, weight {list(weight.shape)}: they do not belong "
                          "together")
@@ -41,7 +45,7 @@ def rms_norm(launcher: Launcher, out: DeviceArray, x: DeviceArray, weight: Devic
     # NOTE: of the columns alone: the order of the sum must not depend on anything else.
     threads = min(MAX_THREADS, max(32, 1 << (columns // vector - 1).bit_length()))
     launch(launcher, "rms_norm.cu", _entry(out.dtype, x.dtype, vector), (num_rows,), threads,
-           (out, x, add, weight, np.int32(columns), np.float32(eps)))
+           (out, x, add, post, weight, np.int32(columns), np.float32(eps)))
 
 
 def _entry(out: np.dtype[Any], x: np.dtype[Any], vector: int) -> str:
@@ -49,23 +53,31 @@ def _entry(out: np.dtype[Any], x: np.dtype[Any], vector: int) -> str:
 
 
 def _reference(out: NDArray[Any], x: NDArray[Any], weight: NDArray[np.float32], eps: float,
-               add: NDArray[Any] | None = None) -> dict[str, NDArray[Any]]:
+               add: NDArray[Any] | None = None,
+              post: NDArray[np.float32] | None = None) -> dict[str, NDArray[Any]]:
+    def normed(rows: NDArray[Any], by: NDArray[np.float32]) -> NDArray[Any]:
+        wide = rows.astype(np.float64)
+        scaled = wide / np.sqrt(np.mean(np.square(wide), axis=1, keepdims=True) + eps) * by
+        rounded: NDArray[Any] = scaled.astype(np.float32).astype(out.dtype)
+        return rounded
+
     if add is not None:
-        x = x + add.astype(np.float32)
-    wide = x.astype(np.float64)
-    normed = wide / np.sqrt(np.mean(np.square(wide), axis=1, keepdims=True) + eps) * weight
-    return {"out": normed.astype(np.float32).astype(out.dtype), "x": x}
+        x = x + (add if post is None else normed(add, post)).astype(np.float32)
+    return {"out": normed(x, weight), "x": x}
 
 
-def _case(rows: int, columns: int, dtype: Any, x_dtype: Any, add: bool, large: bool = False) -> Case:
+def _case(rows: int, columns: int, dtype: Any, x_dtype: Any, add: bool, large: bool = False,
+          post: bool = False) -> Case:
     def make(random: np.random.Generator) -> dict[str, Any]:
         x = random.standard_normal((rows, columns), np.float32) * 3
         x[:, random.integers(0, columns)] = 300.0          # an outlier, as models have
         return {"out": np.zeros((rows, columns), dtype), "x": x.astype(x_dtype),
                 "weight": random.standard_normal(columns, np.float32), "eps": 1e-5,
-                "add": random.standard_normal((rows, columns), np.float32).astype(dtype) if add else None}
+                "add": random.standard_normal((rows, columns), np.float32).astype(dtype) if add else None,
+                "post": random.standard_normal(columns, np.float32) if post else None}
 
-    name = f"{rows} x {columns}, {np.dtype(x_dtype)} -> {np.dtype(dtype)}{' with add' if add else ''}"
+    name = (f"{rows} x {columns}, {np.dtype(x_dtype)} -> {np.dtype(dtype)}{' with add' if add else ''}"
+            f"{' normed' if post else ''}")
     return Case(name, make, large)
 
 
@@ -87,6 +99,9 @@ SPEC = KernelSpec(
         _case(2, 33, BF16, np.float32, True),
         _case(1, 1, np.float16, np.float16, False),
         _case(1, 1100, np.float16, np.float16, False),
+        _case(3, 640, BF16, np.float32, True, post=True),
+        _case(2, 41, np.float16, np.float32, True, post=True),
+        _case(5, 5376, BF16, np.float32, True, large=True, post=True),
         _case(1, 16384, BF16, np.float32, True, large=True),
         _case(7, 16383, BF16, np.float32, True, large=True),
         _case(300, 4096, BF16, np.float32, True, large=True),

@@ -17,6 +17,7 @@ from actors.sampling_params import SamplingParams
 from cuda.device_runner import DeviceRunner
 from cuda.kernels.ops import KernelOps
 from cuda.kernels.types import BF16
+from cuda.launcher import DeviceLost
 from cuda.reference import ReferenceOps
 from cuda.runner import BaseRunner, Runner
 from tests.cuda_emulator.build import unavailable
@@ -95,6 +96,21 @@ def test_blocks_that_cannot_be_moved_fail_their_step_and_no_stranger_in_the_next
                 expected.positions[0], expected.token_ids[0], expected.logprobs[0])
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_device_that_is_lost_while_a_sequence_enters_ends_the_executor(overlap: int,
+                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no fault of that sequence, which alone would fail."""
+    def lose(runner: BaseRunner) -> None:
+        def start(*_: Any, **__: Any) -> None:
+            raise DeviceLost("an illegal memory access was encountered")
+
+        monkeypatch.setattr(runner, "start", start)
+
+    with pytest.raises(DeviceLost, match="illegal memory access"):
+        asyncio.run(run([StepPlan(0, started=(started(0, (5, 6, 7), 0),), chunks=((0, 0, 3),), num_tokens=3)], overlap,
+                        lose))
 
 
 # ---- The device's table of blocks that can be found

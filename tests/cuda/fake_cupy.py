@@ -133,6 +133,7 @@ class FakeEvent:
 
     def record(self, stream: FakeStream) -> None:
         assert stream.captured is None
+        stream.cupy.check_status()
         self.stream, self.place = stream, stream.num_queued
 
     @property
@@ -208,7 +209,8 @@ class FakeCupy(types.ModuleType):
                 memcpyAsync=self._memcpy_async, memcpyDefault=4, memGetInfo=lambda: (1000, 2000),
                 getDeviceProperties=lambda device_id: {"name": b"Fake GPU", "multiProcessorCount": 16}),
             Device=lambda device_id: FakeDevice(self, device_id), Stream=self._new_stream, Event=FakeEvent,
-            alloc_pinned_memory=self._alloc_pinned)
+            alloc_pinned_memory=lambda size: self._alloc_pinned(1 << (size - 1).bit_length()),  # a pool of such sizes
+            PinnedMemory=self._alloc_pinned, PinnedMemoryPointer=lambda memory, offset: memory)
 
     def run_kernel(self, entry: str, grid: tuple[int, ...], block: tuple[int, ...], shared_bytes: int,
                    values: list[Any]) -> None:
@@ -265,6 +267,7 @@ class FakeCupy(types.ModuleType):
     def _alloc_pinned(self, size: int) -> Any:
         assert size > 0
         assert self.stream is None or self.stream.captured is None
+        self.check_status()
         storage = np.full(size, 0xEE, np.uint8)
         lent = (ctypes.c_ubyte * size).from_buffer(storage)
         self._live[storage.ctypes.data] = storage

@@ -150,7 +150,7 @@ def test_a_download_gives_its_pinned_memory_back(launcher: CupyLauncher, cupy: F
     device = launcher.upload(np.arange(3))
     held = cupy.num_pinned_bytes
     download = launcher.download_async(device)
-    assert cupy.num_pinned_bytes == held + 24
+    assert cupy.num_pinned_bytes == held + 32
     result = download.get()
     assert cupy.num_pinned_bytes == held
     assert download.get() is result
@@ -195,6 +195,11 @@ def test_kernels_are_given_pinned_memory_by_its_address(launcher: CupyLauncher, 
     launcher.launch("touch.cu", TOUCH, (1,), (1,), (tier[1],))
     launcher.synchronize()
     assert given == [tier[1].ctypes.data]
+
+
+def test_a_tier_takes_what_it_was_asked_for_and_no_more(launcher: CupyLauncher, cupy: FakeCupy) -> None:
+    tier = launcher.empty_pinned((5, 1000), np.uint8)
+    assert (tier.shape, cupy.num_pinned_bytes) == ((5, 1000), 5000)
 
 
 # ---- Launches
@@ -342,9 +347,16 @@ def test_a_broken_context_is_a_lost_device(launcher: CupyLauncher, cupy: FakeCup
     device = launcher.zeros(3, np.int32)
     cupy.status = 700, "cudaErrorIllegalAddress"
     for broken in (lambda: launcher.launch("touch.cu", TOUCH, (1,), (1,), (device,)), launcher.synchronize,
-                   lambda: launcher.download(device), lambda: launcher.empty(3, np.int32)):
+                   lambda: launcher.download(device), lambda: launcher.empty(3, np.int32), launcher.record,
+                   lambda: launcher.download_async(device), lambda: launcher.empty_pinned(3, np.int32)):
         with pytest.raises(DeviceLost, match="cudaErrorIllegalAddress"):
             broken()
+
+
+def test_host_memory_that_cannot_be_pinned_is_told_as_memory(launcher: CupyLauncher, cupy: FakeCupy) -> None:
+    cupy.status = 2, "cudaErrorMemoryAllocation"
+    with pytest.raises(MemoryError, match="cudaErrorMemoryAllocation"):
+        launcher.empty_pinned(3, np.int32)
 
 
 def test_another_error_of_the_driver_is_no_lost_device(launcher: CupyLauncher, cupy: FakeCupy) -> None:

@@ -125,6 +125,14 @@ def test_a_broken_package() -> None:
     assert reason(FakeDriver(), modules(broken="cupy")) == "cupy cannot be imported: libstdc++.so.6: version not found"
 
 
+def test_a_package_that_was_built_for_another_numpy() -> None:
+    def import_module(name: str) -> Any:
+        raise ValueError("numpy.dtype size changed, may indicate\nbinary incompatibility")
+
+    assert reason(FakeDriver(), import_module) == \
+        "cupy cannot be imported: numpy.dtype size changed, may indicate binary incompatibility"
+
+
 def test_a_package_that_misses_another_one() -> None:
     def import_module(name: str) -> Any:
         raise ModuleNotFoundError("No module named 'fastrlock'", name="fastrlock")

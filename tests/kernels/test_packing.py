@@ -16,6 +16,7 @@ from cuda.kernels.packing import (
     pack_linear,
     pack_weight,
     packed_bytes,
+    packed_linear_bytes,
     unpack_codes,
     unpack_weight,
 )
@@ -124,11 +125,12 @@ def rows_of(linear: DeviceLinear) -> NDArray[np.float64]:
     return np.concatenate([unpack_weight(part) for part in linear.parts])
 
 
-def test_neighbouring_parts_of_one_format_become_one(launcher: EmulatorLauncher) -> None:
+def test_quantized_parts_become_one_without_loss(launcher: EmulatorLauncher) -> None:
     q, k, v = symmetric(4, 32, 8, 1), symmetric(4, 32, 8, 2), symmetric(8, 16, 32, 3)
     bias = np.arange(72, dtype=np.float32)
     linear = pack_linear(launcher, Linear((q, k, v), bias), BF16)
-    assert [part.shape for part in linear.parts] == [(48, 384), (24, 384)]
+    assert [(part.shape, affine(part).bits, affine(part).group) for part in linear.parts] == [((72, 384), 8, 16)]
+    assert linear.nbytes <= packed_linear_bytes(Linear((q, k, v), bias)) + bias.nbytes
     assert (linear.out_columns, linear.in_columns) == (72, 384)
     np.testing.assert_array_equal(rows_of(linear), np.concatenate([dequantize(part) for part in (q, k, v)]))
     np.testing.assert_array_equal(linear.bias, bias)

@@ -20,9 +20,10 @@ from tests.cuda_emulator.build import unavailable
 from tests.cuda_emulator.launcher import EmulatorLauncher
 from tools import gpu_check, gpu_compile, precompile
 from tools.gpu_check import Plan, finish
-from tools.gpu_measure import Sizes
+from tools.gpu_measure import Sizes, random_weight
 from tools.gpu_models import ModelSizes, random_model
 from tools.gpu_report import Report
+from weights.quant import Dense
 from weights.rope import rope_spec
 from weights.spec import LayerSpec, ModelSpec
 
@@ -122,6 +123,13 @@ def test_a_second_best_token_within_rounding_is_a_tie(report: Report, monkeypatc
     sizes = ModelSizes(prompt=5, answer=2)
     gpu_models.check_greedy_tokens(EmulatorLauncher(), TINY, random_model(TINY), sizes, report)
     assert report.rows[-1].figures["ties"] == 1
+
+
+def test_a_seeded_model_has_no_two_tokens_alike() -> None:
+    """Else each best token would be tied with others, and none of them wrong."""
+    weight = random_weight("bf16", 1 << 15, 64)
+    assert isinstance(weight, Dense)
+    assert len({row.tobytes() for row in weight.data}) == 1 << 15
 
 
 def test_what_the_minutes_do_not_allow_is_told(capsys: pytest.CaptureFixture[str]) -> None:
