@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cuda.kernels import decode_attention, prefill_attention
-from cuda.kernels.ops import LOGITS_ROWS, DeviceBatch, KernelOps
+from cuda.kernels.ops import LOGITS_ROWS, MAX_ITEMS, DeviceBatch, KernelOps
 from cuda.kernels.prefix_lookup import PrefixTable, Query
 from cuda.kernels.slot_sampling import DeviceSampling
 from cuda.kernels.step_rows import step_rows, update_tables
@@ -41,7 +42,7 @@ class _Inputs:
     rows: DeviceArray                       # [R] whose logits are wanted
     slots: DeviceArray                      # [R]
     sample_positions: DeviceArray           # [R] where the token goes
-    decode_work: tuple[DeviceArray, ...]    # one [W, 8] a KV group
+    decode_work: tuple[tuple[DeviceArray, ...], ...]    # [W, 8] of each KV group, in parts
     prefill_work: tuple[DeviceArray, ...]   # one [W, 4] a KV group
 
 
@@ -105,9 +106,12 @@ class DeviceRunner(BaseRunner):
             return lambda: NO_OUTPUT
         begin_s = time.perf_counter()
         num_rows = len(rows.positions)
+        decode_work, prefill_work = self._work(rows)
         is_decode = (num_rows <= GRAPH_ROWS and num_rows == len(rows.slots) == len(rows.sample_rows)
-                     and not len(rows.prompt_rows) and self.graphs and self.on_logits is None)
-        logprobs, top_logprobs = self._launch_decode(rows) if is_decode else self._launch_eagerly(rows)
+                     and not len(rows.prompt_rows) and self.graphs and self.on_logits is None
+                     and all(len(parts) == 1 for parts in decode_work))
+        launch = self._launch_decode if is_decode else self._launch_eagerly
+        logprobs, top_logprobs = launch(rows, decode_work, prefill_work)
         read = self.sampler.results(rows.sample_slots)
         prompt_positions = rows.positions[rows.prompt_rows] + 1
 
@@ -152,8 +156,8 @@ class DeviceRunner(BaseRunner):
             update_tables(self.launcher, self.block_tables.reshape(-1, width), self.launcher.upload(changes))
         self.sampler.flush()
 
-    def _work(self, rows: StepRows) -> tuple[list[Ints], list[Ints]]:
-        """Work lists of attention, one a KV group."""
+    def _work(self, rows: StepRows) -> tuple[list[list[Ints]], list[Ints]]:
+        """Work lists of attention of each KV group, those of `decode_attention` in parts."""
         first_rows, lengths = rows.query_start_loc[:-1], np.diff(rows.query_start_loc)
         starts = rows.seq_lens - lengths
         tiles = np.zeros(len(lengths), np.bool_) if self.kernels.deterministic \
@@ -162,13 +166,15 @@ class DeviceRunner(BaseRunner):
         for group in self.groups:
             runs = [np.stack([first_rows, lengths, starts, rows.slots], axis=1)[which].astype(np.int32)
                     for which in (~tiles, tiles)]
-            decode.append(decode_attention.plan(runs[0], self.spec.num_heads // group.kv_heads, group.window))
+            work = decode_attention.plan(runs[0], self.spec.num_heads // group.kv_heads, group.window)
+            decode.append(decode_attention.cut(work, MAX_ITEMS) if len(work) else [])
             prefill.append(prefill_attention.plan(runs[1], self.spec.num_heads // group.kv_heads))
         return decode, prefill
 
     def _upload(self, row_slots: Ints, positions: Ints, sample_rows: Ints, sample_slots: Ints, sample_positions: Ints,
-                decode_work: Sequence[Ints], prefill_work: Sequence[Ints]) -> _Inputs:
-        parts = [row_slots, positions, sample_rows, sample_slots, sample_positions, *decode_work, *prefill_work]
+                decode_work: Sequence[Sequence[Ints]], prefill_work: Sequence[Ints]) -> _Inputs:
+        parts = [row_slots, positions, sample_rows, sample_slots, sample_positions, *prefill_work,
+                 *(part for group in decode_work for part in group)]
         starts = np.cumsum([0, *(-(-part.size // ALIGNMENT) * ALIGNMENT for part in parts)])
         if self._inputs.shape[0] < starts[-1]:
             self._inputs = self.launcher.empty(int(starts[-1]) * 2, np.int32)      # graphs keep what they read from
@@ -179,9 +185,10 @@ class DeviceRunner(BaseRunner):
             packed[start:start + part.size] = part.reshape(-1)
             views.append(self._inputs[start:start + part.size].reshape(part.shape))
         self.launcher.write(self._inputs[:len(packed)], packed)
-        groups = len(self.groups)
         first, second, third, fourth, fifth, *work = views
-        return _Inputs(first, second, third, fourth, fifth, tuple(work[:groups]), tuple(work[groups:]))
+        prefill, decode = work[:len(self.groups)], iter(work[len(self.groups):])
+        return _Inputs(first, second, third, fourth, fifth,
+                       tuple(tuple(islice(decode, len(group))) for group in decode_work), tuple(prefill))
 
     # ---- The launches
 
@@ -201,11 +208,12 @@ class DeviceRunner(BaseRunner):
     def _sample(self, logits: DeviceArray, inputs: _Inputs, part: slice) -> None:
         self.sampler.sample(self.tokens, logits, inputs.slots[part], inputs.sample_positions[part], part.start)
 
-    def _launch_eagerly(self, rows: StepRows) -> tuple[NDArray[np.float32], list[TopLogprobs]]:
+    def _launch_eagerly(self, rows: StepRows, decode_work: Sequence[Sequence[Ints]],
+                        prefill_work: Sequence[Ints]) -> tuple[NDArray[np.float32], list[TopLogprobs]]:
         """Any step. Prompt logprobs are computed on the host, and waited for: few ask for them."""
         num_samples = len(rows.sample_rows)
         inputs = self._upload(rows.row_slots, rows.positions, np.concatenate([rows.sample_rows, rows.prompt_rows]),
-                              rows.sample_slots, rows.sample_positions, *self._work(rows))
+                              rows.sample_slots, rows.sample_positions, decode_work, prefill_work)
         hidden = self._forward(inputs)
         for start in range(0, num_samples, LOGITS_ROWS):
             part = slice(start, min(start + LOGITS_ROWS, num_samples))
@@ -231,7 +239,8 @@ class DeviceRunner(BaseRunner):
             tops += [top[:count] for top, count in zip(best, wanted, strict=True)]
         return np.concatenate(logprobs), tops
 
-    def _launch_decode(self, rows: StepRows) -> tuple[NDArray[np.float32], list[TopLogprobs]]:
+    def _launch_decode(self, rows: StepRows, decode_work: Sequence[Sequence[Ints]],
+                       prefill_work: Sequence[Ints]) -> tuple[NDArray[np.float32], list[TopLogprobs]]:
         """One row a sequence, each with a token to sample, padded to a bucket; no prompt logprobs."""
         num_rows = len(rows.positions)
         # The workspace holds no more rows than a step can have.
@@ -240,13 +249,12 @@ class DeviceRunner(BaseRunner):
         def padded(column: Ints) -> Ints:
             return np.concatenate([column, np.full(bucket - num_rows, -1, np.int32)])
 
-        decode_work, prefill_work = self._work(rows)
-        sizes = tuple(1 << max(len(work) - 1, 0).bit_length() for work in decode_work)
-        decode_work = [np.concatenate([work, np.zeros((size - len(work), 8), np.int32)])
-                       for size, work in zip(sizes, decode_work, strict=True)]
+        sizes = tuple(1 << max(len(work) - 1, 0).bit_length() for [work] in decode_work)
+        padded_work = [[np.concatenate([work, np.zeros((size - len(work), 8), np.int32)])]
+                       for size, [work] in zip(sizes, decode_work, strict=True)]
         row_numbers = np.arange(num_rows, dtype=np.int32)
         inputs = self._upload(padded(rows.row_slots), padded(rows.positions), padded(row_numbers),
-                              padded(rows.sample_slots), padded(rows.sample_positions), decode_work, prefill_work)
+                              padded(rows.sample_slots), padded(rows.sample_positions), padded_work, prefill_work)
         kind = self._kinds.setdefault((bucket, *sizes), _Kind())
         part = slice(0, bucket)
         if not kind.has_run:

@@ -13,23 +13,24 @@ from __future__ import annotations
 import mmap
 import struct
 import threading
+import time
 import weakref
 from queue import SimpleQueue
 
 import numpy as np
 
 from cuda.host.compilation import Kernel, entry_point, inner
-from cuda.host.simd import atomic_add, atomic_load, call, load_i64, pause, yield_thread
+from cuda.host.simd import atomic_add, atomic_load, call, cycles, load_i64, pause, yield_thread
 from cuda.host.workspace import address_of, allocate
 
 COMMAND_BYTES = 256                             # a header and up to 29 argument words
 _HEADER = struct.Struct("=qqq")                 # function, items, items handed out at a time
 _HEADER_BYTES = _HEADER.size
-_COUNTER_WORDS = 16                             # two cache lines a command: items handed out; items done
+_COUNTER_WORDS = 16                             # two cache lines a command: items handed out; items done, end
 _SPINS = 2000                                   # waiting turns before a thread offers its core to others
 
 # The team's state, in words: the door, and on another cache line the job.
-_DOOR, _COMMANDS, _COUNT, _COUNTERS, _SCRATCH, _SCRATCH_BYTES = 0, 8, 9, 10, 11, 12
+_DOOR, _COMMANDS, _COUNT, _COUNTERS, _SCRATCH, _SCRATCH_BYTES, _BEGIN = 0, 8, 9, 10, 11, 12, 13
 _CLOSED = -(1 << 32)                            # the door counts the threads inside; below zero nobody enters
 
 
@@ -48,6 +49,8 @@ def _run(team: int, thread: int) -> None:
     command = load_i64(team + 8 * _COMMANDS)
     counter = load_i64(team + 8 * _COUNTERS)
     scratch = load_i64(team + 8 * _SCRATCH) + thread * load_i64(team + 8 * _SCRATCH_BYTES)
+    if thread == 0:
+        atomic_add(team + 8 * _BEGIN, cycles())
     for _ in range(load_i64(team + 8 * _COUNT)):
         function, items, share = load_i64(command), load_i64(command + 8), load_i64(command + 16)
         done = counter + 4 * _COUNTER_WORDS
@@ -58,6 +61,8 @@ def _run(team: int, thread: int) -> None:
             atomic_add(done, last - first)
             first = atomic_add(counter, share)
         _wait_until(done, items)
+        if thread == 0:
+            atomic_add(done + 8, cycles())
         command += COMMAND_BYTES
         counter += 8 * _COUNTER_WORDS
 
@@ -89,6 +94,8 @@ class CommandList:
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
+        self.trace: list[tuple[str, float]] | None = None       # set to a list: (kernel, seconds) of every command
+        self._names: list[str] = []                             # of the commands, while it is
         self._scratch, self._scratch_bytes = allocate(0), 0
         self._table, self._count = allocate(0), 0
         self._reserve(1024)
@@ -119,6 +126,8 @@ class CommandList:
         _HEADER.pack_into(self._table, offset, kernel.address, items, share)
         kernel.arguments.pack_into(self._table, offset + _HEADER_BYTES, *arguments)
         self._count += 1
+        if self.trace is not None:
+            self._names.append(kernel.name)
 
     def want_scratch(self, num_bytes: int) -> None:
         """Each thread has at least `num_bytes` of its own at the next run."""
@@ -134,6 +143,7 @@ class CommandList:
     def clear(self) -> None:
         """Forgets what was recorded."""
         self._count = 0
+        self._names.clear()
 
     def run(self) -> None:
         """Executes what was recorded and forgets it."""
@@ -141,12 +151,22 @@ class CommandList:
             return
         commands, counters = self._addresses
         self._counters[:self._count] = 0
-        self._team[_COMMANDS:_SCRATCH_BYTES + 1] = (commands, self._count, counters, address_of(self._scratch),
-                                                    self._scratch_bytes)
+        self._team[_COMMANDS:_BEGIN + 1] = (commands, self._count, counters, address_of(self._scratch),
+                                            self._scratch_bytes, 0)
         for calls in self._calls:
             calls.put(True)
+        begin_s = time.perf_counter()
         _lead(self._team_address)
-        self._count = 0
+        if self.trace is not None:
+            self.trace += self._times(time.perf_counter() - begin_s)
+        self.clear()
+
+    def _times(self, elapsed_s: float) -> list[tuple[str, float]]:
+        """Of the commands just run, by the first thread's clock of cycles, which took `elapsed_s` for all of them."""
+        ends = self._counters[:self._count, 9]
+        ticks = np.diff(ends, prepend=self._team[_BEGIN])
+        seconds = ticks * (elapsed_s / max(int(ticks.sum()), 1))
+        return list(zip(self._names, seconds.tolist(), strict=True))
 
 
 def _dismiss(calls: list[SimpleQueue[bool]], threads: list[threading.Thread], _memory: mmap.mmap) -> None:

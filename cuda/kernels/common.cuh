@@ -245,19 +245,6 @@ DEV uint32_t subtract_pairs(uint32_t a, uint32_t b) {
 DEV uint4 load16(const void* from) { return *reinterpret_cast<const uint4*>(from); }
 DEV void store16(void* to, uint4 value) { *reinterpret_cast<uint4*>(to) = value; }
 
-// For global memory that is read once and written by nobody during the kernel: weights.
-DEV uint4 load16_streaming(const void* from) {
-#if defined(__CUDA_ARCH__)
-    uint4 value;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];\n"
-                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                 : "l"(from));
-    return value;
-#else
-    return load16(from);
-#endif
-}
-
 // Eight of T, or as many float32: `load8(values, pointer)` and back; rounding to nearest, ties to even.
 template <class T>
 DEV void load8(float (&values)[8], const T* from) {

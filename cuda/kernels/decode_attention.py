@@ -118,6 +118,22 @@ def plan(runs: NDArray[np.int32], group_size: int, window: int | None = None) ->
     return work
 
 
+def cut(work: NDArray[np.int32], max_items: int) -> list[NDArray[np.int32]]:
+    """`work` in parts of at most `max_items`, for a launch each; the splits of a run stay together."""
+    parts, start = [], 0
+    while len(work) - start > max_items:
+        end = start + max_items
+        end -= int(work[end, 5])            # back to the first split of the run that would be torn
+        assert end > start, f"{work[start, 6]} splits of a run, at most {max_items}"
+        parts.append(work[start:end])
+        start = end
+    parts.append(work[start:])
+    moved = [part.copy() for part in parts]
+    for part, start in zip(moved, np.cumsum([0, *map(len, parts[:-1])]), strict=True):
+        part[:, 7] -= start
+    return moved
+
+
 def _numbered(counts: NDArray[Any]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """[2, 3] -> [0, 0, 1, 1, 1], [0, 1, 0, 1, 2]"""
     which = np.repeat(np.arange(len(counts)), counts)

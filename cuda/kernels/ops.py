@@ -17,7 +17,7 @@ from cuda.kernels.embed import embed
 from cuda.kernels.gated import gated
 from cuda.kernels.gemm import SKINNY_ROWS, linear
 from cuda.kernels.packing import DeviceDense, DeviceLinear, pack_linear, pack_weight, packed_bytes, packed_linear_bytes
-from cuda.kernels.rms_norm import rms_norm
+from cuda.kernels.rms_norm import MAX_COLUMNS, rms_norm
 from cuda.kernels.rope_store_kv import rope_store_kv
 from cuda.kernels.slot_sampling import DeviceSampling
 from cuda.kernels.take_rows import take_rows
@@ -30,6 +30,9 @@ from weights.spec import ModelSpec, RopeSpec
 
 RING = 3                                    # arrays of one width that live at once: an op's inputs and its output
 LOGITS_ROWS = 64                            # rows of logits at a time
+FLOAT32 = np.dtype(np.float32)
+MAX_ITEMS = 2048                            # of a launch of decode_attention: a million tokens' splits
+LARGEST_HEAD_DIM = 256                      # of attention
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +42,7 @@ class DeviceBatch:
     positions: DeviceArray                  # int32 [T]
     block_tables: tuple[DeviceArray, ...]   # one int32 [slots, M] a KV group
     slot_mapping: tuple[DeviceArray, ...]   # one int32 [T] a KV group
-    decode_work: tuple[DeviceArray, ...]    # one int32 [W, 8] a KV group, as decode_attention.plan made it
+    decode_work: tuple[tuple[DeviceArray, ...], ...]    # int32 [W, 8] of each KV group, as decode_attention.cut
     prefill_work: tuple[DeviceArray | None, ...]    # one int32 [W, 4] a KV group, as prefill_attention.plan made it
 
     @property
@@ -79,13 +82,13 @@ class KernelOps:
         self.launcher, self.dtype, self.deterministic = launcher, np.dtype(dtype), deterministic
         self.kv_dtypes: tuple[KVDtype, ...] = ("bf16" if self.dtype == BF16 else "fp16", "int8", "fp8")
         self._stored = {self.kv_dtypes[0]: self.dtype, "int8": np.dtype(np.int8), "fp8": np.dtype(np.uint8)}
-        self._workspace: dict[tuple[int, str], list[DeviceArray]] = {}      # by columns and type: a ring
-        self._next: dict[tuple[int, str], int] = {}
+        self._workspace: dict[tuple[int, Any], list[DeviceArray]] = {}      # by columns and type: a ring
+        self._next: dict[tuple[int, Any], int] = {}
         self._rope_tables: dict[RopeSpec, DeviceArray] = {}
-        self._partials = launcher.empty(0, np.float32)
-        self._counters = launcher.empty(0, np.int32)
+        self._partials: DeviceArray | None = None               # results of split sequences, to be merged
+        self._counters: DeviceArray | None = None               # how many of them have arrived
         self._logits: DeviceArray | None = None
-        self._work: dict[int, list[DeviceArray]] = {}           # of this step: work lists by their block table
+        self._work: dict[int, list[Any]] = {}            # of this step: work lists by their block table
 
     # ---- Start
 
@@ -107,16 +110,15 @@ class KernelOps:
         workspace = max_tokens * (RING * sum(set(widths)) * self.dtype.itemsize + 3 * spec.hidden_size * 4)
         tables = max_position * sum(rope.rotary_dim * 4 for rope in {layer.rope for layer in spec.layers} if rope)
         slots = DeviceSampling.state_bytes(max_num_seqs, spec.vocab_size) + 8 * max_num_seqs * max_position
-        # Merges of split sequences; deterministic chunks are split too.
-        runs = max_num_seqs
-        if self.deterministic:
-            runs += max_tokens // decode_attention.rows_of_item(spec.num_heads // spec.num_kv_heads)
-        items = runs * -(-max_position // decode_attention.SPLIT_KEYS)
-        merges = 4 * decode_attention.partials_size(items, spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        merges = 4 * decode_attention.partials_size(MAX_ITEMS, spec.num_heads, spec.num_kv_heads, spec.head_dim)
         return stored + workspace + tables + slots + merges + LOGITS_ROWS * spec.vocab_size * 4
 
     def prepare(self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, max_position: int) -> ModelWeights:
+        check_supported(spec)
         self.spec, self.max_tokens = spec, max_tokens
+        shape = MAX_ITEMS, spec.num_heads, spec.num_kv_heads
+        self._partials = self.launcher.empty(decode_attention.partials_size(*shape, spec.head_dim), np.float32)
+        self._counters = self.launcher.zeros(decode_attention.counters_size(*shape), np.int32)
         for layer in spec.layers:
             if layer.rope is not None and layer.rope not in self._rope_tables:
                 self._rope_tables[layer.rope] = self.launcher.upload(rope_table(layer.rope, max_position))
@@ -166,7 +168,7 @@ class KernelOps:
 
     def _new(self, rows: int, columns: int, dtype: Any) -> DeviceArray:
         """The next array of the ring of this width."""
-        key = columns, np.dtype(dtype).str + np.dtype(dtype).name
+        key = columns, dtype
         ring = self._workspace.setdefault(key, [])
         turn = self._next.get(key, 0)
         if len(ring) <= turn:
@@ -175,7 +177,7 @@ class KernelOps:
         return ring[turn][:rows]
 
     def embed(self, token_ids: DeviceArray, table: Any, scale: float) -> DeviceArray:
-        x = self._new(token_ids.shape[0], self.spec.hidden_size, np.float32)
+        x = self._new(token_ids.shape[0], self.spec.hidden_size, FLOAT32)
         embed(self.launcher, x, token_ids, table, scale)
         return x
 
@@ -214,25 +216,13 @@ class KernelOps:
         out = self._new(qkv.shape[0], self.spec.num_heads * self.spec.head_dim, self.dtype)
         decode_work, prefill_work = self._work[id(block_table)]
         arrays = self._layer(cache, layer)
-        if decode_work.shape[0]:
-            partials, counters = self._merge_space(decode_work.shape[0])
-            decode_attention.decode_attention(self.launcher, out, qkv, *arrays, block_table, decode_work, partials,
-                                              counters, self.spec.num_heads, scale, window, softcap)
+        for work in decode_work:
+            decode_attention.decode_attention(self.launcher, out, qkv, *arrays, block_table, work, self._partials,
+                                              self._counters, self.spec.num_heads, scale, window, softcap)
         if prefill_work is not None and prefill_work.shape[0]:
             prefill_attention.prefill_attention(self.launcher, out, qkv, *arrays, block_table, prefill_work,
                                                 self.spec.num_heads, scale, window, softcap)
         return out
-
-    def _merge_space(self, num_items: int) -> tuple[DeviceArray, DeviceArray]:
-        """Partial results of split sequences, and how many of each have arrived."""
-        spec = self.spec
-        sizes = (decode_attention.partials_size(num_items, spec.num_heads, spec.num_kv_heads, spec.head_dim),
-                 decode_attention.counters_size(num_items, spec.num_heads, spec.num_kv_heads))
-        if self._partials.shape[0] < sizes[0]:      # graphs keep what they were captured with
-            self._partials = self.launcher.empty(sizes[0], np.float32)
-        if self._counters.shape[0] < sizes[1]:
-            self._counters = self.launcher.zeros(sizes[1], np.int32)
-        return self._partials, self._counters
 
     def gated(self, gate_up: DeviceArray, activation: str) -> DeviceArray:
         return gate_up                      # the projection's epilogue has done it
@@ -281,6 +271,15 @@ class KernelOps:
             return cache.keys[layer], cache.values[layer], None, None
         keys, values, key_scales, value_scales = (array[layer] for array in cache.arrays)
         return keys, values, key_scales, value_scales
+
+
+def check_supported(spec: ModelSpec) -> None:
+    """Raises: ValueError for a model that the kernels cannot compute."""
+    if spec.head_dim % 8 or spec.head_dim > LARGEST_HEAD_DIM:
+        raise ValueError(f"heads of {spec.head_dim}: on CUDA they must be a multiple of 8 and at most "
+                         f"{LARGEST_HEAD_DIM}")
+    if spec.hidden_size > MAX_COLUMNS:
+        raise ValueError(f"hidden states of {spec.hidden_size}: on CUDA they may have at most {MAX_COLUMNS} numbers")
 
 
 def is_plain(weight: DeviceLinear) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cuda import device_runner
 from cuda.device_runner import INDEX_CHANGES, DeviceRunner
 from cuda.kernels.ops import KernelOps
 from cuda.kernels.types import BF16, FP16
@@ -329,3 +330,22 @@ def test_memory_is_given_back() -> None:
     assert len(finish().sampled.token_ids) == 1
     gc.collect()
     assert launcher.free_bytes() == 1 << 28
+
+
+def test_long_work_lists_are_launched_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = alone("llama", "bf16", 4, 40)
+    monkeypatch.setattr(device_runner, "MAX_ITEMS", 3)
+    running = runner("llama")
+    start(running, 1, prompt(4, 40), SAMPLED)
+    outputs = [step(running, [(1, 0, 40)]), *(step(running, []) for _ in range(11))]
+    assert tokens_of(outputs, 1) == expected
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"head_dim": 12}, "heads of 12: on CUDA they must be a multiple of 8 and at most 256"),
+    ({"head_dim": 320}, "heads of 320"), ({"hidden_size": 16392}, "hidden states of 16392"),
+])
+def test_models_that_the_kernels_cannot_compute_are_refused_at_the_start(change: dict[str, Any], message: str) -> None:
+    spec, weights = tiny_model("llama")
+    with pytest.raises(ValueError, match=message):
+        KernelOps(EmulatorLauncher()).prepare(dataclasses.replace(spec, **change), weights, 32, 64)

@@ -45,6 +45,25 @@ def test_every_item_of_every_command_once(num_threads: int) -> None:
     commands.close()
 
 
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_times_of_commands_on_request(num_threads: int) -> None:
+    commands = CommandList(num_threads)
+    counts = np.zeros(40, np.int64)
+    commands.trace = []
+    for _ in range(2):
+        for items in (40, 0, 7):
+            commands.add(COUNT, items, 1, address_of(counts), 1)
+        commands.run()
+    assert [name for name, _ in commands.trace] == [COUNT.name] * 6
+    assert all(seconds >= 0 for _, seconds in commands.trace)
+    assert 0 < sum(seconds for _, seconds in commands.trace) < 10
+    commands.trace = None
+    commands.add(COUNT, 40, 1, address_of(counts), 1)
+    commands.run()
+    assert counts.tolist() == [5] * 7 + [3] * 33
+    commands.close()
+
+
 @pytest.mark.parametrize("num_threads", [1, 2, 6])
 def test_a_command_sees_all_of_the_one_before(num_threads: int) -> None:
     commands = CommandList(num_threads)

@@ -8,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 from cuda.kernels import decode_attention
-from cuda.kernels.decode_attention import counters_size, partials_size, plan
+from cuda.kernels.decode_attention import counters_size, cut, partials_size, plan
 from cuda.kernels.types import BF16
 from tests.cuda_emulator import build
 from tests.cuda_emulator.launcher import EmulatorLauncher
@@ -125,3 +125,18 @@ def test_head_sizes_that_no_kernel_has_are_refused(launcher: EmulatorLauncher) -
                 launcher, np.zeros((1, head_dim), BF16), np.zeros((1, 3 * head_dim), BF16), cache, cache, None, None,
                 np.zeros((1, 1), np.int32), np.zeros((1, 8), np.int32), np.zeros(9999, np.float32),
                 np.zeros(1, np.int32), 1, 1.0)
+
+
+def test_parts_of_a_work_list_are_the_whole() -> None:
+    """Runs of several splits stay together, and their results have places of their own in each part."""
+    runs = np.array([[0, 1, 1500, 0], [1, 1, 30, 1], [2, 1, 5000, 2], [3, 1, 511, 3], [4, 1, 512, 4]], np.int32)
+    work = plan(runs, 4)
+    parts = cut(work, 11)
+    assert [len(part) for part in parts] == [4, 11, 2]
+    assert max(map(len, cut(work, len(work)))) == len(work)
+    joined = np.concatenate(parts)
+    np.testing.assert_array_equal(joined[:, :7], work[:, :7])
+    for part in parts:
+        np.testing.assert_array_equal(part[:, 7], np.arange(len(part)) - part[:, 5])
+    with pytest.raises(AssertionError, match="10 splits of a run, at most 9"):
+        cut(work, 9)
