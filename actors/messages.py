@@ -30,6 +30,8 @@ class ChatPrompt:
     """Messages as OpenAI's API has them, as one JSON text (so that the message stays plain)."""
     messages_json: bytes
     add_generation_prompt: bool = True
+    continue_final_message: bool = False    # the prompt ends with the last message's content
+    template_kwargs_json: bytes = b"{}"     # what else the template is given
 
 
 Prompt: TypeAlias = str | tuple[int, ...] | ChatPrompt
@@ -76,6 +78,7 @@ class NewSequence:
     user: str = ""                          # and among his users, whom of these
     parent_id: str = ""                     # as in `Generate`, as the next one
     num_children: int = 1
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()      # tokens that must not follow one another in the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +161,7 @@ class StartedSequence:
     seed: int
     choice: int
     block_ids: tuple[tuple[int, ...], ...]  # per KV group
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +288,7 @@ class TextDelta:
     usage: Usage | None = None
     retry_after_s: float | None = None      # rejected because the queue is full: try again after this
     num_cached_tokens: int | None = None    # with the first token: so much of the prompt the prefix cache had
+    num_truncated_tokens: int = 0           # in the first delta: of the prompt, cut off because the caller allowed it
 
 
 Message: TypeAlias = Generate | Abort | NewSequence | Reserve | Reserved | StepPlan | StepResult | NewTokens | TextDelta

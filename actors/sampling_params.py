@@ -9,6 +9,9 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 256
+MAX_BAD_WORD_IDS = 1024                     # tokens of them all, in every spelling
 MAX_PRIORITY = 2**31 - 1
 
 
@@ -46,15 +49,20 @@ class SamplingParams:
     logprobs: int | None = None             # report each token's log-probability and this many alternatives
     prompt_logprobs: int | None = None      # likewise for the prompt
     skip_special_tokens: bool = True        # leave control tokens out of the text
+    include_stop_str_in_output: bool = False    # the text ends with the stop string or token that ended it
+    allowed_token_ids: tuple[int, ...] | None = None    # no other token is sampled; None: any is
+    bad_words: tuple[str, ...] = ()         # texts whose tokens do not follow one another in the answer
+    truncate_prompt_tokens: int | None = None   # cut a prompt's beginning off past so many; -1: so that it fits
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         biases = tuple(self.logit_bias.items()) if isinstance(self.logit_bias, Mapping) else self.logit_bias
-        for name, value in (("stop", stop), ("stop_token_ids", self.stop_token_ids), ("logit_bias", biases)):
+        for name, value in (("stop", stop), ("stop_token_ids", self.stop_token_ids), ("logit_bias", biases),
+                            ("bad_words", self.bad_words)):
             if not isinstance(value, (tuple, list, type(None))):
                 raise ParameterError(name, f"must be a list, got {value!r}")
             object.__setattr__(self, name, tuple(value or ()))
-        for name in ("ignore_eos", "skip_special_tokens"):
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise ParameterError(name, f"must be true or false, got {getattr(self, name)!r}")
         _int("max_tokens", self.max_tokens, 0, 2**31 - 1, optional=True)
@@ -79,6 +87,20 @@ class SamplingParams:
                 raise ParameterError("stop", f"a stop string has {len(text)} characters, at most {MAX_STOP_CHARS}")
         for token_id in self.stop_token_ids:
             _int("stop_token_ids", token_id, 0, 2**31 - 1)
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise ParameterError("allowed_token_ids", "must hold at least one token id")
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise ParameterError("bad_words", f"at most {MAX_BAD_WORDS} words, got {len(self.bad_words)}")
+        for word in self.bad_words:
+            if not isinstance(word, str) or not word.strip():
+                raise ParameterError("bad_words", "must be non-empty strings")
+            if len(word) > MAX_BAD_WORD_CHARS:
+                raise ParameterError("bad_words", f"a word has {len(word)} characters, at most {MAX_BAD_WORD_CHARS}")
+        _int("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, 2**31 - 1, optional=True)
+        if self.truncate_prompt_tokens == 0:
+            raise ParameterError("truncate_prompt_tokens", "must be at least 1, or -1")
         _float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _float("repetition_penalty", self.repetition_penalty, 0.0, 100.0)
@@ -97,11 +119,21 @@ class SamplingParams:
 
     def check_vocab(self, vocab_size: int) -> None:
         """Raises: ParameterError where a token id is not in the vocabulary."""
-        for field, ids in (("stop_token_ids", self.stop_token_ids),
+        for field, ids in (("stop_token_ids", self.stop_token_ids), ("allowed_token_ids", self.allowed_token_ids or ()),
                            ("logit_bias", tuple(token_id for token_id, _ in self.logit_bias))):
             for token_id in ids:
                 if token_id >= vocab_size:
                     raise ParameterError(field, f"token id {token_id} is not in the vocabulary of {vocab_size}")
+
+
+def _token_ids(field: str, value: object) -> tuple[int, ...]:
+    """Perhaps as many as the vocabulary has."""
+    if not isinstance(value, (tuple, list)):
+        raise ParameterError(field, f"must be a list, got {value!r}")
+    for token_id in value:
+        if type(token_id) is not int or token_id < 0:
+            raise ParameterError(field, f"must be token ids, got {token_id!r:.80}")
+    return tuple(value)
 
 
 def _int(field: str, value: object, low: int, high: int, optional: bool = False) -> None:

@@ -29,7 +29,7 @@ from actors.tokenizer import CacheNames, Tokenizer
 from cuda.devices import NoGpu, usable_gpu
 from cuda.kv_cache import blocks_for, kv_groups, size_kv_cache
 from cuda.launcher import Launcher
-from cuda.ops import BLOCK_SIZE, KV_DTYPES, KVDtype, KVGroupSpec, Ops
+from cuda.ops import BLOCK_SIZE, KV_DTYPES, HostMath, KVDtype, KVGroupSpec, Ops
 from cuda.runner import BaseRunner, Runner
 from weights.hub import resolve
 from weights.load import ModelFile, ModelWeights, open_model
@@ -59,6 +59,8 @@ class EngineConfig:
     served_model_name: tuple[str, ...] = ()  # the first is what replies say; None given: the model's name
     generation_config: str = "auto"         # "none": ignore the model's sampling defaults
     threads: int | None = None              # of the host back end; None: the physical cores
+    host_math: str = "auto"                 # of the host back end: "exact" (float32) or "int16" (activations of 16 bits
+                                            # against quantized weights); auto: int16 where the processor has it
     dtype: str = "auto"                     # of activations: float32 on a processor; bfloat16 or float16 on CUDA
     deterministic: bool = False             # on CUDA: a request's bits do not depend on what else runs (a processor's
                                             # never do)
@@ -100,6 +102,8 @@ class EngineConfig:
             raise ValueError(f"kv_dtype must be auto, {', '.join(KV_DTYPES)}, got {self.kv_dtype!r}")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ValueError(f"dtype must be auto, float32, bfloat16 or float16, got {self.dtype!r}")
+        if self.host_math not in ("auto", "exact", "int16"):
+            raise ValueError(f"host_math must be auto, exact or int16, got {self.host_math!r}")
         if self.generation_config not in ("auto", "none"):
             raise ValueError(f"generation_config must be auto or none, got {self.generation_config!r}")
 
@@ -270,6 +274,8 @@ class System:
         """On the device thread."""
         config, begin_s = self.config, time.perf_counter()
         ops = make_ops(self.device, config)
+        if self.device == "cpu":
+            self.device_reason += f"; {choose_host_math(config.host_math)[1]}"
         try:
             available = ops.available_bytes()       # before the weights are there
             weights = model.weights()
@@ -283,6 +289,9 @@ class System:
             told_group = self._told_group()
             if told_group is not None:
                 runner.keep_index(self.sizes.num_blocks[told_group])
+        except MemoryError as error:
+            ops.close()
+            raise ValueError(f"not enough memory on {self.device}: {error}") from error
         except BaseException:
             ops.close()
             raise
@@ -316,6 +325,8 @@ def runner_class(device: str) -> type[BaseRunner]:
 
 def make_ops(device: str, config: EngineConfig) -> Ops:
     """Raises: ValueError for settings that the back end does not have."""
+    if device != "cpu" and config.host_math != "auto":
+        raise ValueError(f"host_math {config.host_math} is for device cpu: device {device} has one arithmetic only")
     if device == "cuda":
         return make_kernel_ops(config)
     if config.dtype not in ("auto", "float32"):
@@ -325,7 +336,20 @@ def make_ops(device: str, config: EngineConfig) -> Ops:
         return ReferenceOps()
     # Numba takes a third of a second to import: only who computes with it pays.
     from cuda.host.ops import HostOps
-    return HostOps(config.threads)
+    return HostOps(config.threads, choose_host_math(config.host_math)[0])
+
+
+def choose_host_math(asked: str) -> tuple[HostMath, str]:
+    """The host back end's arithmetic and why. Raises: ValueError where it cannot be had."""
+    from cuda.host.simd_int16 import HAS_PAIRS, PAIRS_BY
+    why = "auto" if asked == "auto" else "as asked"
+    if asked == "exact":
+        return "exact", f"exact arithmetic ({why})"
+    if HAS_PAIRS:
+        return "int16", f"int16 arithmetic for quantized weights ({why}: {PAIRS_BY})"
+    if asked == "int16":
+        raise ValueError("host_math int16: this processor has no AVX2, whose instructions it needs")
+    return "exact", f"exact arithmetic ({why}: this processor has no AVX2)"
 
 
 def make_kernel_ops(config: EngineConfig) -> Ops:
@@ -340,7 +364,10 @@ def make_kernel_ops(config: EngineConfig) -> Ops:
 def make_launcher() -> Launcher:
     """Tests put an emulator here."""
     from cuda.cupy_launcher import CupyLauncher
-    return CupyLauncher()
+    try:
+        return CupyLauncher()
+    except RuntimeError as error:           # another process has the GPU to itself, or all of its memory
+        raise ValueError(f"device cuda: {error}") from error
 
 
 def choose_kv_dtype(config: EngineConfig, ops: Ops) -> KVDtype:
@@ -361,6 +388,7 @@ def choose_sizes(config: EngineConfig, spec: ModelSpec, weights: ModelWeights, a
     if max_model_len > spec.max_position:
         raise ValueError(f"max_model_len {max_model_len} is more than the {spec.max_position} positions that the model "
                          f"was trained for")
+    what = "weights and workspace" if ops.name == "cuda" else "weights"
     weight_bytes = ops.prepared_bytes(spec, weights, config.max_num_batched_tokens, max_model_len,
                                       config.max_num_seqs)
     groups, kv_dtype = kv_groups(spec), choose_kv_dtype(config, ops)
@@ -380,8 +408,8 @@ def choose_sizes(config: EngineConfig, spec: ModelSpec, weights: ModelWeights, a
         left = available - weight_bytes
         raise ValueError(
             f"kv_tier_memory {_size(tier_bytes)} is too much: of the {_size(available)} of memory that are free the "
-            f"weights of {_size(weight_bytes)} leave {_size(left)}" if left > 0 else
-            f"the weights of {_size(weight_bytes)} do not fit in the {_size(available)} of memory that are free")
+            f"{what} of {_size(weight_bytes)} leave {_size(left)}" if left > 0 else
+            f"the {what} of {_size(weight_bytes)} do not fit in the {_size(available)} of memory that are free")
     tier = f" and kv_tier_memory {_size(tier_bytes)}" if tier_bytes else ""
     # Without a figure from the user, KV blocks take this share of what the weights leave.
     source = f"{ops.default_kv_share:.0%} of the free memory"
@@ -389,14 +417,14 @@ def choose_sizes(config: EngineConfig, spec: ModelSpec, weights: ModelWeights, a
     if config.kv_cache_memory is not None:
         kv_bytes, source = config.kv_cache_memory, "kv_cache_memory"
         if kv_bytes + tier_bytes + weight_bytes > available:
-            raise ValueError(f"kv_cache_memory {_size(kv_bytes)} and weights of {_size(weight_bytes)}{tier} are more "
+            raise ValueError(f"kv_cache_memory {_size(kv_bytes)} and {what} of {_size(weight_bytes)}{tier} are more "
                              f"than the {_size(available)} of memory that are free")
     elif config.gpu_memory_utilization is not None:
         share = config.gpu_memory_utilization
         kv_bytes, source = int(available * share) - weight_bytes - tier_bytes, "gpu_memory_utilization"
         if kv_bytes <= 0:
             raise ValueError(f"gpu_memory_utilization {share:g} of {_size(available)} free memory does not hold the "
-                             f"weights of {_size(weight_bytes)}{tier}")
+                             f"{what} of {_size(weight_bytes)}{tier}")
     num_blocks = size_kv_cache(groups, block_bytes, kv_bytes, config.max_num_seqs, max_model_len,
                                config.max_num_batched_tokens)
     fits = longest_sequence(groups, num_blocks)

@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import orjson
-
 from actors.mailbox import Mailbox
 from actors.messages import (
     Abort,
@@ -26,6 +24,7 @@ from actors.messages import (
 from actors.policy.block_keys import block_keys, root_key
 from actors.policy.scheduler import SchedulerMessage
 from actors.policy.stop_strings import StopStrings
+from actors.prompts import bad_word_ids, prompt_field, serving_ids
 from actors.sampling_params import ParameterError
 from weights.vocab import Detokenizer, Vocab
 
@@ -42,6 +41,7 @@ class _Text:
     detokenizer: Detokenizer
     stop_strings: StopStrings
     prompt_num_chars: tuple[int, ...]       # that each prompt token completes; () where nobody asks
+    num_truncated_tokens: int
     num_output_tokens: int = 0
     cached: tuple[int, str] = (0, "")       # tokens found in the prefix cache, and why no more
 
@@ -102,7 +102,7 @@ class Tokenizer:
         try:
             text = await asyncio.get_running_loop().run_in_executor(self._pool, self._encode, generate)
         except ValueError as error:
-            field_name = error.field if isinstance(error, ParameterError) else _prompt_field(generate)
+            field_name = error.field if isinstance(error, ParameterError) else prompt_field(generate.prompt)
             self.deliver([TextDelta(request_id, finish="rejected", error=str(error), error_field=field_name)])
         except Exception:
             log.exception("encoding of request %s failed", request_id)
@@ -118,11 +118,8 @@ class Tokenizer:
         """In a worker thread. Raises: ValueError."""
         sampling, vocab = generate.sampling, self.vocab
         sampling.check_vocab(self.vocab_size)
-        ids = self._prompt_ids(generate)
-        room = self.max_model_len - len(ids)
-        if room < (0 if sampling.max_tokens == 0 else 1):
-            raise ParameterError(_prompt_field(generate), f"the prompt has {len(ids)} tokens; this model's context "
-                                 f"of {self.max_model_len} leaves no room for an answer")
+        prompt = serving_ids(vocab, generate.prompt, sampling, self.vocab_size, self.max_model_len)
+        ids, room = prompt.ids, self.max_model_len - len(prompt.ids)
         max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
         # A stop string that is itself a control token has no text to be found in: it stops by its id.
         special_stops = {stop: token_id for stop in sampling.stop if (token_id := vocab.special_id(stop)) is not None}
@@ -135,9 +132,10 @@ class Tokenizer:
             choice=generate.choice, arrival_s=generate.arrival_s, root=root,
             keys=block_keys(root, ids) if root else (), priority=generate.priority,
             tenant=generate.tenant, user=generate.user, parent_id=generate.parent_id,
-            num_children=generate.num_children)
+            num_children=generate.num_children, bad_word_ids=bad_word_ids(vocab, sampling))
         return _Text(sequence, Detokenizer(vocab, ids, sampling.skip_special_tokens), StopStrings(sampling.stop),
-                     () if sampling.prompt_logprobs is None else self._prompt_num_chars(generate, ids))
+                     () if sampling.prompt_logprobs is None else self._prompt_num_chars(generate, ids),
+                     prompt.num_truncated)
 
     def _root(self, generate: Generate) -> bytes:
         """What the keys of its KV blocks begin from; b"": it has none, and nobody finds them."""
@@ -147,25 +145,6 @@ class Tokenizer:
             return root_key(model="", adapter="", salt=generate.parent_id, scope="children")
         return b""
 
-    def _prompt_ids(self, generate: Generate) -> list[int]:
-        prompt, vocab = generate.prompt, self.vocab
-        if isinstance(prompt, ChatPrompt):
-            ids = vocab.encode_chat(orjson.loads(prompt.messages_json), prompt.add_generation_prompt,
-                                    self.max_model_len)
-        elif isinstance(prompt, str):
-            ids = vocab.encode(prompt, max_tokens=self.max_model_len)
-        else:
-            ids = list(prompt)
-        for token_id in ids:
-            if not 0 <= token_id < self.vocab_size:
-                raise ParameterError(_prompt_field(generate), f"token id {token_id} is not in the model's vocabulary "
-                                     f"of {self.vocab_size}")
-        if not ids and vocab.bos_id is not None:
-            ids = [vocab.bos_id]
-        if not ids:
-            raise ParameterError(_prompt_field(generate), "is empty, and this model has no beginning-of-text token")
-        return ids
-
     def _prompt_num_chars(self, generate: Generate, ids: list[int]) -> tuple[int, ...]:
         """Characters that each token completes of the prompt as its caller reads it; of what we put before it, none."""
         prompt = generate.prompt
@@ -173,7 +152,7 @@ class Tokenizer:
             num_added = 0
         else:
             given = self.vocab.encode(prompt, add_special=False) if isinstance(prompt, str) else prompt
-            num_added = len(ids) - len(given)
+            num_added = max(0, len(ids) - len(given))       # none where it was cut
         detokenizer = Detokenizer(self.vocab, (), skip_special_tokens=False)
         return (0,) * num_added + tuple(len(detokenizer.push((token_id,))) for token_id in ids[num_added:])
 
@@ -207,7 +186,8 @@ class Tokenizer:
         # Nothing precedes the prompt's first token: it has no log-probability.
         first = () if state.sequence.sampling.prompt_logprobs is None else ((0, NAN, ()),)
         return TextDelta(request_id, prompt_token_ids=state.sequence.token_ids,
-                         prompt_logprobs=self._prompt_logprobs(state, first))
+                         prompt_logprobs=self._prompt_logprobs(state, first),
+                         num_truncated_tokens=state.num_truncated_tokens)
 
     def _decode(self, row: SequenceTokens) -> TextDelta | None:
         state = self._texts.get(row.request_id)
@@ -220,7 +200,9 @@ class Tokenizer:
         for index, token_id in enumerate(token_ids):
             state.num_output_tokens += 1
             if finish == "stop" and index == len(token_ids) - 1:
-                num_chars.append(0)             # the stop token itself is no text
+                text = self._stop_text(state, token_id, stop_reason) if sampling.include_stop_str_in_output else ""
+                num_chars.append(len(text))     # else the stop token itself is no text
+                texts.append(text)
                 break
             text = state.detokenizer.push((token_id,))
             num_chars.append(len(text))
@@ -232,7 +214,7 @@ class Tokenizer:
                 self.scheduler.send(Abort(row.request_id, "stop"))
                 break
         if finish is not None and not cut:
-            tail, stop = state.stop_strings.push(state.detokenizer.flush())
+            tail, stop = self._hold_back(state, state.detokenizer.flush())
             texts.append(tail)
             if stop is None:
                 texts.append(state.stop_strings.flush())
@@ -254,9 +236,20 @@ class Tokenizer:
 
     def _hold_back(self, state: _Text, text: str) -> tuple[str, str | None]:
         """What of `text` can be shown already, and the stop string that it completes."""
-        if state.num_output_tokens <= state.sequence.sampling.min_tokens:
+        sampling = state.sequence.sampling
+        if state.num_output_tokens <= sampling.min_tokens:
             return state.stop_strings.flush() + text, None      # stop strings count only after min_tokens
-        return state.stop_strings.push(text)
+        shown, stop = state.stop_strings.push(text)
+        if stop is not None and sampling.include_stop_str_in_output:
+            shown += stop
+        return shown, stop
+
+    def _stop_text(self, state: _Text, token_id: int, stop_reason: str | int | None) -> str:
+        """What the text ends with where the stop token belongs to it: what was held back, and the token's own text."""
+        held = state.stop_strings.flush()
+        if isinstance(stop_reason, str):        # the caller spelled it: it is shown though control tokens are not
+            return held + state.detokenizer.flush() + stop_reason
+        return held + state.detokenizer.push((token_id,))
 
     def _stop_reason(self, state: _Text, row: SequenceTokens) -> str | int | None:
         """What a caller's own stop ended it by: the control token's string, or the id; None for end of sequence."""
@@ -279,7 +272,3 @@ class Tokenizer:
         others = tuple(TokenLogprob(i, vocab.token_text(i), vocab.token_bytes(i), p) for i, p in top)
         return TokenLogprob(token_id, vocab.token_text(token_id), vocab.token_bytes(token_id), logprob, others,
                             num_chars)
-
-
-def _prompt_field(generate: Generate) -> str:
-    return "messages" if isinstance(generate.prompt, ChatPrompt) else "prompt"

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import orjson
 
@@ -20,11 +21,16 @@ from actors.messages import ChatPrompt, Finish, Generate, Prompt, TextDelta, Tok
 from actors.output import OutputStream, merge
 from actors.policy.kv_group import BLOCK_SIZE, Group
 from actors.policy.stats import Histograms
+from actors.prompts import encode_prompt, prompt_field, render_chat
 from actors.sampling_params import MAX_PRIORITY, ParameterError, SamplingParams
 from actors.system import EngineConfig, System
 
 __all__ = ["Completion", "Engine", "EngineBusy", "EngineDead", "EngineInfo", "ParameterError", "RequestFailed",
            "SamplingParams"]
+
+T = TypeVar("T")
+
+TEXT_THREADS = 2
 
 PromptInput: TypeAlias = str | Sequence[int] | Sequence[dict[str, Any]]     # text, token ids, or chat messages
 
@@ -110,6 +116,7 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...]
     prompt_logprobs: tuple[TokenLogprob, ...]
     prompt_token_ids: tuple[int, ...]
+    num_truncated_tokens: int = 0           # of the prompt, that were cut off
 
 
 class Engine:
@@ -119,6 +126,8 @@ class Engine:
         """Use `Engine.start`."""
         self._system = system
         self._next_id = itertools.count()
+        # Long texts wait for one another here, not for the threads that parse requests.
+        self._threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="troupe-text")
         self.info = _info(system)
 
     @classmethod
@@ -134,7 +143,11 @@ class Engine:
         system.start()
         try:
             await asyncio.shield(asyncio.wrap_future(system.ready))
-            yield cls(system)
+            engine = cls(system)
+            try:
+                yield engine
+            finally:
+                engine._threads.shutdown(wait=False, cancel_futures=True)
         finally:
             if system.ready.done():             # while it still loads its thread, a daemon, is left to itself
                 if system.ready.exception() is None:
@@ -142,16 +155,20 @@ class Engine:
                 await asyncio.shield(asyncio.to_thread(system.join))
 
     async def generate(self, prompt: PromptInput, sampling: SamplingParams | None = None, *, choice: int = 0,
-                       add_generation_prompt: bool = True, priority: int = 0, user: str = "", cache_salt: str = "",
-                       tenant: str = "", parent_id: str = "", num_children: int = 1) -> AsyncIterator[TextDelta]:
+                       add_generation_prompt: bool = True, continue_final_message: bool = False,
+                       chat_template_kwargs: Mapping[str, Any] | None = None, priority: int = 0, user: str = "",
+                       cache_salt: str = "", tenant: str = "", parent_id: str = "",
+                       num_children: int = 1) -> AsyncIterator[TextDelta]:
         """Stream one completion. Leaving the iterator (break, cancel, aclose) aborts the request.
 
         The first delta comes when the request is admitted, before it runs: it has the prompt's ids and no tokens.
 
-        sampling: None takes the model's own defaults. priority: lower comes first; only under scheduling policy
-        "priority". tenant, user: who asks, as the door knows him, and for whom, by his own word; a fair share is the
-        tenant's, and within it the user's; cache scope "key" looks at the tenant alone. cache_salt: requests of
-        different salts find nothing of one another in the cache.
+        sampling: None takes the model's own defaults. add_generation_prompt, continue_final_message,
+        chat_template_kwargs: of chat messages, see `tokenize`.
+        priority: lower comes first; only under scheduling policy "priority".
+        tenant, user: who asks, as the door knows him, and for whom, by his own word; a fair share is the tenant's, and
+        within it the user's; cache scope "key" looks at the tenant alone.
+        cache_salt: requests of different salts find nothing of one another in the cache.
         parent_id, num_children: an id that was never used before, and how many calls have it: they are let into the
         queue together or not at all. If one of them raises, the others must be left.
         Raises: ParameterError before the first delta where the request cannot be served, EngineBusy where the queue is
@@ -169,8 +186,9 @@ class Engine:
             raise ParameterError("priority", f"is for scheduling_policy priority, here it is {policy}")
         request_id = f"r{next(self._next_id)}"
         stream = OutputStream(request_id, self._system.abort)
-        request = Generate(request_id, _prompt(prompt, add_generation_prompt), sampling or self.default_sampling(),
-                           choice, time.monotonic(), priority, user, cache_salt, tenant, parent_id, num_children)
+        encodable = _prompt(prompt, add_generation_prompt, continue_final_message, chat_template_kwargs)
+        request = Generate(request_id, encodable, sampling or self.default_sampling(), choice,
+                           time.monotonic(), priority, user, cache_salt, tenant, parent_id, num_children)
         self._open(stream)
         try:
             self._system.post(request)
@@ -198,19 +216,52 @@ class Engine:
         assert whole.finish is not None, "the last delta ends the request"
         assert whole.usage is not None, "a finished request has its usage"
         return Completion(whole.text, whole.token_ids, whole.finish, whole.stop_reason, whole.usage, whole.logprobs,
-                          whole.prompt_logprobs, whole.prompt_token_ids)
+                          whole.prompt_logprobs, whole.prompt_token_ids, whole.num_truncated_tokens)
 
     def default_sampling(self, **changes: Any) -> SamplingParams:
         """The model's own sampling defaults, with `changes`."""
         return SamplingParams(**{**self.info.default_sampling, **changes})
 
+    async def tokenize(self, prompt: PromptInput, *, add_special_tokens: bool = True,
+                       add_generation_prompt: bool = True, continue_final_message: bool = False,
+                       chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
+        """The ids that `generate` makes of a prompt, of any length. An empty prompt has none.
+
+        add_special_tokens: of text: begin as the model's texts begin. Of chat messages: add_generation_prompt: the
+        prompt ends with the beginning of an answer; continue_final_message: with the last message's content, as it is;
+        chat_template_kwargs: what else the template is given, plain data.
+        Raises: ParameterError.
+        """
+        encodable = _prompt(prompt, add_generation_prompt, continue_final_message, chat_template_kwargs)
+        vocab, vocab_size = self._system.vocab, self.info.vocab_size
+        return await self._find_out(encodable, lambda: encode_prompt(vocab, encodable, vocab_size,
+                                                                     add_special=add_special_tokens))
+
+    async def render(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True,
+                     continue_final_message: bool = False,
+                     chat_template_kwargs: Mapping[str, Any] | None = None) -> str:
+        """The prompt that the chat template makes of `messages`, as text. Raises: ParameterError."""
+        encodable = _prompt(messages, add_generation_prompt, continue_final_message, chat_template_kwargs)
+        if not isinstance(encodable, ChatPrompt):
+            raise ParameterError("messages", "must be a list of at least one message")
+        vocab = self._system.vocab
+        return await self._find_out(encodable, lambda: render_chat(vocab, encodable))
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """What `decode` returns, found in another thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self.decode, token_ids)
+
     def encode(self, text: str) -> list[int]:
-        """The ids of a raw prompt, as `generate` makes them. Raises: ValueError for text that has none."""
+        """The ids of a raw prompt, in the caller's thread. Raises: ValueError for text that has none."""
         return self._system.vocab.encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Token ids as text, control tokens included: what an echoed prompt reads."""
         return self._system.vocab.decode(token_ids)
+
+    def token_name(self, token_id: int) -> str:
+        """What the vocabulary calls a token, e.g. "\\u0120hello"; "" for an id without one."""
+        return self._system.vocab.token_name(token_id)
 
     def stats(self) -> EngineStats:
         """May be called from any thread."""
@@ -241,6 +292,16 @@ class Engine:
         """Why the engine ended, or None while it lives."""
         return self._system.output.dead
 
+    async def _find_out(self, prompt: Prompt, work: Callable[[], T]) -> T:
+        """What `work` makes of `prompt`, in another thread. Raises: ParameterError."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except ParameterError:
+            raise
+        except ValueError as error:
+            field = prompt_field(prompt)
+            raise ParameterError(field, str(error).removeprefix(f"{field}: ")) from None
+
     def _open(self, stream: OutputStream) -> None:
         try:
             self._system.output.open(stream)
@@ -256,22 +317,36 @@ class Engine:
             raise EngineDead(str(cause)) from cause
 
 
-def _prompt(prompt: PromptInput, add_generation_prompt: bool) -> Prompt:
+def _prompt(prompt: PromptInput, add_generation_prompt: bool, continue_final_message: bool,
+            chat_template_kwargs: Mapping[str, Any] | None) -> Prompt:
     """Raises: ParameterError."""
+    if not isinstance(prompt, (str, Sequence)) or isinstance(prompt, bytes):
+        raise ParameterError("prompt", f"must be text, token ids, or chat messages, got {type(prompt).__name__}")
+    items = [] if isinstance(prompt, str) else list(prompt)
+    is_chat = bool(items) and all(isinstance(item, dict) for item in items)
+    if continue_final_message and not is_chat:
+        raise ParameterError("continue_final_message", "is for chat messages")
+    if continue_final_message and add_generation_prompt:
+        raise ParameterError("continue_final_message", "excludes add_generation_prompt: the prompt ends with one or "
+                             "the other")
+    if chat_template_kwargs and not is_chat:
+        raise ParameterError("chat_template_kwargs", "are for chat messages")
     if isinstance(prompt, str):
         return prompt
-    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
-        raise ParameterError("prompt", f"must be text, token ids, or chat messages, got {type(prompt).__name__}")
-    items = list(prompt)
-    if items and all(isinstance(item, dict) for item in items):
-        try:
-            return ChatPrompt(orjson.dumps(items), add_generation_prompt)
-        except TypeError as error:              # orjson: not JSON, or text that is not valid Unicode
-            raise ParameterError("messages", str(error)) from None
+    if is_chat:
+        return ChatPrompt(_json("messages", items), add_generation_prompt, continue_final_message,
+                          _json("chat_template_kwargs", dict(chat_template_kwargs or {})))
     ids = tuple(item for item in items if isinstance(item, int) and not isinstance(item, bool))
     if len(ids) < len(items):
         raise ParameterError("prompt", "must be text, token ids, or chat messages (a list of objects)")
     return ids
+
+
+def _json(field: str, value: object) -> bytes:
+    try:
+        return orjson.dumps(value)
+    except TypeError as error:                  # not JSON, or text that is not valid Unicode
+        raise ParameterError(field, str(error)) from None
 
 
 def _without_field(delta: TextDelta) -> str:

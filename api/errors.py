@@ -1,11 +1,15 @@
 """What a client is told when a request cannot be served: OpenAI's error object."""
 from __future__ import annotations
 
+import math
+
 import orjson
+from starlette.responses import Response
 
 from actors.sampling_params import ParameterError
 
 MAX_MESSAGE_CHARS = 2000
+CLOSING_STATUSES = (408, 413)                   # the rest of the body is not waited for
 
 
 class ApiError(Exception):
@@ -27,6 +31,18 @@ class ApiError(Exception):
             "message": self.message[:MAX_MESSAGE_CHARS], "type": kind, "param": self.param, "code": self.code}})
 
 
+def refusal(error: ApiError) -> Response:
+    """The whole answer that tells of it."""
+    response = Response(error.body(), error.status, media_type="application/json")
+    if error.retry_after_s is not None:
+        response.headers["retry-after"] = str(math.ceil(error.retry_after_s))
+    if error.status == 401:
+        response.headers["www-authenticate"] = "Bearer"
+    if error.status in CLOSING_STATUSES:
+        response.headers["connection"] = "close"
+    return response
+
+
 def bad_parameter(error: ParameterError) -> ApiError:
     return ApiError(400, str(error), param=error.field)
 
@@ -41,6 +57,15 @@ def shutting_down() -> ApiError:
 
 def queue_full(message: str, retry_after_s: float) -> ApiError:
     return ApiError(429, f"The server is busy: {message}.", code="queue_full", retry_after_s=retry_after_s)
+
+
+def timed_out(after_s: float | None) -> ApiError:
+    return ApiError(504, f"The answer was not complete after {after_s:g} s, which is this server's limit.",
+                    code="timeout")
+
+
+def aborted() -> ApiError:
+    return ApiError(499, "The request was aborted.", code="aborted")
 
 
 def internal_error() -> ApiError:

@@ -4,11 +4,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
@@ -20,15 +21,17 @@ from actors.messages import TextDelta
 from actors.output import merge
 from actors.sampling_params import ParameterError, SamplingParams
 from api.engine import Engine, EngineBusy, EngineDead, PromptInput, RequestFailed
-from api.errors import ApiError, bad_parameter, internal_error, queue_full
+from api.errors import ApiError, aborted, bad_parameter, internal_error, queue_full, timed_out
+from api.guard import TENANT
 from api.metrics import CompletionTimer, Metrics, PromptMeter
 from api.schemas import ParsedModel, parse
-from api.service import Service
-from api.sse import ClientGone, deliver_merged, until_client_goes
+from api.service import REQUEST_ID, UNKNOWN_FIELDS, Service, service_of
+from api.sse import KEEP_ALIVE, ClientGone, deliver_merged, until_client_goes
 
 log = logging.getLogger("troupe.api")
 
 MAX_BODY_BYTES = 16 << 20
+PROGRESS_BYTES = 1024                           # that must come before a slow sender is given more time
 PARSED_IN_LOOP_BYTES = 1 << 16                  # longer bodies are parsed in a thread: other requests go on
 
 EVENT_STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
@@ -49,16 +52,17 @@ class Asker:
 @dataclass(frozen=True, slots=True)
 class Generation:
     """One completion to ask of the engine."""
-    field: str                              # of the request, that the prompt came in; for errors
+    where: str                              # in the request the prompt came, for errors
     prompt: PromptInput
     sampling: SamplingParams
     choice: int = 0
-    add_generation_prompt: bool = True
+    template: Mapping[str, Any] = field(default_factory=dict)      # of chat messages: options of `Engine.generate`
     asker: Asker = Asker()
 
 
 class Writer(Protocol):
     """A dialect's side of an answer. `index` is a completion's place in the request's generations."""
+    answer_id: str                          # as the client reads it: he may abort by it
 
     def events(self, index: int, delta: TextDelta) -> bytes:
         """What a stream says about `delta`. The first brings tokens or the end, and all that came before them."""
@@ -73,17 +77,25 @@ class Writer(Protocol):
         """The answer as one document, of each completion's deltas merged."""
 
 
-async def read_body(request: Request) -> bytes:
-    """Raises: ApiError (413) as soon as the body is known to be too long."""
+async def read_body(request: Request, idle_timeout_s: float | None) -> bytes:
+    """Raises: ApiError, 413 as soon as the body is known to be too long, 408 where it does not come."""
     # The declared length is only a way to refuse early; what counts is what comes.
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and (len(declared) > 18 or int(declared) > MAX_BODY_BYTES):
         raise _too_long()
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise _too_long()
+    body, num_awaited = bytearray(), PROGRESS_BYTES
+    try:
+        async with asyncio.timeout(idle_timeout_s) as patience:
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_BODY_BYTES:
+                    raise _too_long()
+                if idle_timeout_s is not None and len(body) >= num_awaited:
+                    num_awaited = len(body) + PROGRESS_BYTES
+                    patience.reschedule(asyncio.get_running_loop().time() + idle_timeout_s)
+    except TimeoutError:
+        raise ApiError(408, f"The body did not come: less than {PROGRESS_BYTES} bytes in {idle_timeout_s:g} s.",
+                       code="body_too_slow") from None
     return bytes(body)
 
 
@@ -92,11 +104,16 @@ def _too_long() -> ApiError:
 
 
 async def parse_body(request: Request, schema: type[Body]) -> Body:
-    """Raises: ApiError (400, 413); ClientDisconnect."""
-    body = await read_body(request)
+    """Raises: ApiError (400, 408, 413); ClientDisconnect."""
+    config = service_of(request).config
+    body = await read_body(request, config.idle_timeout_s)
     if len(body) <= PARSED_IN_LOOP_BYTES:
-        return parse(body, schema)
-    return await asyncio.to_thread(parse, body, schema)
+        parsed, unknown = parse(body, schema, config.strict)
+    else:
+        parsed, unknown = await asyncio.to_thread(parse, body, schema, config.strict)
+    if unknown:
+        request.scope[UNKNOWN_FIELDS] = unknown
+    return parsed
 
 
 class Reply:
@@ -120,9 +137,20 @@ class Reply:
         self._unsent = b""                      # events, as long as they are not
         self._begun: set[int] = set()           # completions of a stream that have tokens
         self._deltas: list[list[TextDelta]] = [[] for _ in generations]     # until they are sent
+        self._quiet_since_s = arrival_s         # of a stream; inf while something is being sent
+        self._limit: asyncio.Timeout | None = None      # while it runs
+        self._aborted = False
+
+    def abort(self) -> None:
+        """End it, on its owner's wish; he learns of it by an error."""
+        self._aborted = True
+        if self._limit is not None:
+            with suppress(RuntimeError):        # its time has just run out
+                self._limit.reschedule(0.0)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._service.open_request():
+        names = (scope[REQUEST_ID], self._writer.answer_id)
+        with self._service.open_request(scope[TENANT], names, self.abort):
             try:
                 await until_client_goes(receive, self._answer(scope, receive, send))
             except ClientGone:
@@ -130,8 +158,10 @@ class Reply:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         streams = [self._generate(generation) for generation in self._generations]
+        timeout_s = 0.0 if self._aborted else self._service.config.request_timeout_s
         try:
-            await deliver_merged(streams, partial(self._send_events, send) if self._stream else self._keep)
+            async with asyncio.timeout(timeout_s) as self._limit, self._kept_alive(send):
+                await deliver_merged(streams, partial(self._send_events, send) if self._stream else self._keep)
         except ClientGone:
             raise
         except Exception as error:
@@ -145,11 +175,33 @@ class Reply:
             content = self._writer.document([merge(deltas) for deltas in self._deltas])
             await Response(content, media_type="application/json")(scope, receive, send)
 
+    @asynccontextmanager
+    async def _kept_alive(self, send: Send) -> AsyncIterator[None]:
+        """Meanwhile a stream has a comment whenever nothing else has come for a while: proxies end silent ones."""
+        period_s = self._service.config.keep_alive_s
+        if not self._stream or period_s is None:
+            yield
+            return
+        speaking = asyncio.create_task(self._break_silence(send, period_s))
+        try:
+            yield
+        finally:
+            speaking.cancel()
+
+    async def _break_silence(self, send: Send, period_s: float) -> None:
+        with suppress(ClientGone):
+            while True:
+                left_s = self._quiet_since_s + period_s - time.monotonic()
+                if left_s > 0.0 or self._not_admitted:      # until then its status is not known
+                    await asyncio.sleep(min(left_s, period_s) if left_s > 0.0 else period_s)
+                else:
+                    await self._write(send, KEEP_ALIVE)
+
     async def _generate(self, generation: Generation) -> AsyncGenerator[TextDelta, None]:
         """The engine's deltas. Raises: ParameterError, which names a prompt as the request does."""
         deltas = cast("AsyncGenerator[TextDelta, None]", self._engine.generate(
             generation.prompt, generation.sampling, choice=generation.choice,
-            add_generation_prompt=generation.add_generation_prompt, **dataclasses.asdict(generation.asker),
+            **generation.template, **dataclasses.asdict(generation.asker),
             **self._family))
         try:
             async with aclosing(deltas):
@@ -158,7 +210,7 @@ class Reply:
         except ParameterError as error:
             if error.field != "prompt":
                 raise
-            raise ParameterError(generation.field, error.message) from None
+            raise ParameterError(generation.where, error.message) from None
 
     def _observe(self, items: list[tuple[int, TextDelta]]) -> None:
         for index, delta in items:
@@ -188,10 +240,17 @@ class Reply:
             self._unsent += data
             if self._not_admitted or not self._unsent:
                 return
-            self._started, data = True, self._unsent
-            await _send(send, {"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
+            data = self._unsent
         if data:
-            await _send(send, {"type": "http.response.body", "body": data, "more_body": not over})
+            await self._write(send, data, more=not over)
+
+    async def _write(self, send: Send, data: bytes, more: bool = True) -> None:
+        self._quiet_since_s = math.inf
+        if not self._started:
+            self._started = True
+            await _send(send, {"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
+        await _send(send, {"type": "http.response.body", "body": data, "more_body": more})
+        self._quiet_since_s = time.monotonic()
 
     def _events(self, index: int, delta: TextDelta) -> bytes:
         """NOTE: nothing is said of a completion before it has a token: clients take its first event for that."""
@@ -212,6 +271,9 @@ class Reply:
             self._end_timers(None)
             self._service.metrics.reject(error.limit)
             return queue_full(str(error), error.retry_after_s)
+        if isinstance(error, TimeoutError) and self._limit is not None and self._limit.expired():
+            self._end_timers("abort")
+            return aborted() if self._aborted else timed_out(self._service.config.request_timeout_s)
         self._end_timers("error")
         if isinstance(error, EngineDead):
             return self._service.ended()
@@ -227,9 +289,9 @@ def _timers(metrics: Metrics, arrival_s: float, generations: Sequence[Generation
     """One for each; those of one prompt share its meter."""
     by_field: dict[str, list[Generation]] = {}
     for generation in generations:
-        by_field.setdefault(generation.field, []).append(generation)
-    meters = {field: PromptMeter(metrics, len(same)) for field, same in by_field.items()}
-    return [CompletionTimer(metrics, meters[generation.field], arrival_s, generation.sampling.max_tokens)
+        by_field.setdefault(generation.where, []).append(generation)
+    meters = {where: PromptMeter(metrics, len(same)) for where, same in by_field.items()}
+    return [CompletionTimer(metrics, meters[generation.where], arrival_s, generation.sampling.max_tokens)
             for generation in generations]
 
 

@@ -1,63 +1,75 @@
-"""The HTTP application: routes, errors in one shape, health and metrics. Dialects bring their own routes."""
+"""The HTTP application: who stands before the routes, and errors in one shape. Packages bring their routes."""
 from __future__ import annotations
 
-import math
+import logging
 import re
 import uuid
+from collections.abc import Sequence
 
-import orjson
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.errors import ApiError, internal_error
+from api.errors import ApiError, internal_error, refusal
+from api.guard import Guard
+from api.native import operations, tokens
 from api.openai import chat, completions, models
-from api.service import Service, service_of
+from api.schemas import MAX_SHOWN_CHARS, MAX_SHOWN_FIELDS
+from api.service import REQUEST_ID, UNKNOWN_FIELDS, Service
+
+log = logging.getLogger("troupe.api")
 
 
 def create_app(service: Service) -> Starlette:
     app = Starlette(
-        routes=[Route("/health", health, methods=["GET"]), Route("/metrics", metrics, methods=["GET"]),
-                Route("/debug/kv", debug_kv, methods=["GET"]),
-                *models.routes, *chat.routes, *completions.routes],
-        middleware=[Middleware(RequestIds)],
-        exception_handlers={ApiError: _refusal, HTTPException: _http_refusal, ClientDisconnect: _nobody,
-                            Exception: _failure})
+        routes=[*operations.routes, *tokens.routes, *models.routes, *chat.routes, *completions.routes],
+        middleware=[Middleware(RequestIds), *_cors(service.config.allow_origins), Middleware(Failures),
+                    Middleware(Guard, service.config.keys)],
+        exception_handlers={ApiError: _refusal, HTTPException: _http_refusal, ClientDisconnect: _nobody})
     app.router.redirect_slashes = False
     app.state.service = service
     return app
 
 
-async def health(request: Request) -> Response:
-    """200 while requests are taken. NOTE: it waits for nothing, so that a probe is answered whatever the load."""
-    service = service_of(request)
-    try:
-        service.ready_engine()
-    except ApiError as error:
-        content = orjson.dumps({"status": service.status, "reason": error.message})
-        return Response(content, error.status, media_type="application/json")
-    return Response(orjson.dumps({"status": service.status}), media_type="application/json")
+def _cors(origins: Sequence[str]) -> list[Middleware]:
+    """NOTE: before the guard: a browser asks whether it may ask without the page's key."""
+    if not origins:
+        return []
+    return [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",),
+                       expose_headers=("x-request-id", "retry-after", "warning"))]
 
 
-async def metrics(request: Request) -> Response:
-    return Response(service_of(request).metrics.text(), media_type="text/plain; version=0.0.4")
+class Failures:
+    """What fails unforeseen is logged and answered here, behind those who add headers: browsers show it then."""
 
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
 
-async def debug_kv(request: Request) -> Response:
-    """Every KV block and its owner. Only with --debug: request ids and keys of others' prompts are in it."""
-    engine = service_of(request).ready_engine()
-    if not engine.info.debug:
-        raise ApiError(404, "There is nothing at this path without --debug.", code="not_found")
-    return Response(orjson.dumps(await engine.debug_kv()), media_type="application/json")
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched_send)
+        except Exception:
+            log.exception("a request failed")
+            if started or scope["type"] != "http":
+                raise                       # the server ends the connection
+            await refusal(internal_error())(scope, receive, send)
 
 
 class RequestIds:
-    """Every answer has an x-request-id: the client's own where it is short and plain, else a new one."""
+    """Every answer has an x-request-id: the client's own where it is short and plain, else a new one. Beside it stand
+    the fields of the request that nothing came of."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -68,23 +80,29 @@ class RequestIds:
             return
         sent = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
         request_id = sent if re.fullmatch(r"[A-Za-z0-9_.:-]{1,128}", sent) else uuid.uuid4().hex
+        scope[REQUEST_ID] = request_id
 
-        async def send_with_id(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if unknown := scope.get(UNKNOWN_FIELDS):
+                    headers["warning"] = _warning(unknown)
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        await self._app(scope, receive, send_with_headers)
+
+
+def _warning(unknown: Sequence[str]) -> str:
+    """Source: RFC 7234, section 5.5, code 299."""
+    names = [re.sub(r"[^ !#-\[\]-~]", "?", name)[:MAX_SHOWN_CHARS] for name in unknown[:MAX_SHOWN_FIELDS]]
+    more = ", and more" if len(unknown) > MAX_SHOWN_FIELDS else ""
+    return f'299 troupe "unknown fields ignored: {", ".join(names)}{more}"'
 
 
 async def _refusal(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError), "registered for it"
-    response = Response(error.body(), error.status, media_type="application/json")
-    if error.retry_after_s is not None:
-        response.headers["retry-after"] = str(math.ceil(error.retry_after_s))
-    if error.status == 413:
-        response.headers["connection"] = "close"        # the rest of the body is not read
-    return response
+    return refusal(error)
 
 
 async def _http_refusal(request: Request, error: Exception) -> Response:
@@ -100,7 +118,3 @@ async def _http_refusal(request: Request, error: Exception) -> Response:
 async def _nobody(request: Request, error: Exception) -> Response:
     """The client left while sending its request: what is answered here reaches nobody."""
     return Response(status_code=499)
-
-
-async def _failure(request: Request, error: Exception) -> Response:
-    return Response(internal_error().body(), 500, media_type="application/json")

@@ -3,25 +3,44 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
 from api.engine import Engine
 from api.errors import ApiError, engine_dead, shutting_down
+from api.guard import ApiKeys
 from api.metrics import Metrics
+
+# What a request's scope holds of ours, beside `guard.TENANT`.
+REQUEST_ID = "troupe.request_id"            # what the answer's x-request-id says
+UNKNOWN_FIELDS = "troupe.unknown_fields"    # names of the body's, if there are any; for the answer's Warning header
+
+
+@dataclass(frozen=True, slots=True)
+class DoorConfig:
+    """What can be set about the door."""
+    keys: ApiKeys = field(default_factory=ApiKeys)
+    allow_origins: tuple[str, ...] = ()     # of web pages that may ask: "https://host:port"; "*": all
+    request_timeout_s: float | None = None  # from a request's arrival to the end of its answer; None: no limit
+    idle_timeout_s: float | None = 60.0     # for a client that sends or takes nothing; None: no limit
+    keep_alive_s: float | None = 15.0       # a stream says something at least so often; None: it does not
+    strict: bool = False                    # unknown fields are refused
 
 
 class Service:
     """Used in the server's event loop. `serve` follows the engine's start, `drain` goes before its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: DoorConfig | None = None) -> None:
+        self.config = config or DoorConfig()
         self.created_s = int(time.time())
         self._engine: Engine | None = None
         self._metrics: Metrics | None = None
         self._draining = False
         self.num_open = 0
+        self._aborts: dict[tuple[str, str], list[Callable[[], None]]] = {}      # by tenant and name
         self._drained = asyncio.Event()
 
     def serve(self, engine: Engine) -> None:
@@ -66,14 +85,33 @@ class Service:
                            code="model_not_found")
 
     @contextmanager
-    def open_request(self) -> Iterator[None]:
+    def open_request(self, tenant: str = "", names: Iterable[str] = (),
+                     abort: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """While the block runs the request is open, and `tenant` may abort it by any of its names.
+
+        NOTE: names may be the client's own: several requests can have the same.
+        """
+        keys = [(tenant, name) for name in dict.fromkeys(names)]
         self.num_open += 1
+        for key in keys:
+            self._aborts.setdefault(key, []).append(abort)
         try:
             yield
         finally:
+            for key in keys:
+                self._aborts[key].remove(abort)
+                if not self._aborts[key]:
+                    del self._aborts[key]
             self.num_open -= 1
             if self._draining and self.num_open == 0:
                 self._drained.set()
+
+    def abort(self, tenant: str, name: str) -> int:
+        """End the tenant's open requests of that name. Returns their number."""
+        aborts = tuple(self._aborts.get((tenant, name), ()))
+        for abort in aborts:
+            abort()
+        return len(aborts)
 
     async def drain(self, timeout_s: float) -> bool:
         """Take no more requests and wait for the open ones. False if some are still open after `timeout_s`."""

@@ -15,6 +15,7 @@ from starlette.types import Receive
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"              # a comment: readers skip it
 
 
 class ClientGone(Exception):

@@ -34,6 +34,9 @@ Ints = NDArray[np.int32]
 KVDtype: TypeAlias = Literal["float32", "bf16", "fp16", "int8", "fp8"]
 KV_DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
 
+# The host back end's products with quantized weights: of float32 numbers, or of 16-bit integers with scales.
+HostMath: TypeAlias = Literal["exact", "int16"]
+
 
 @dataclass(frozen=True, slots=True)
 class KVGroupSpec:

@@ -4,7 +4,8 @@ The order, for each row on its own:
   1. The raw logits are checked: a row with NaN or +inf, or without a finite entry, fails; -inf entries are masked.
   2. Reported logprobs are the log-softmax of the raw logits, before everything below (vLLM's `raw_logprobs`).
   3. Repetition penalty over prompt and output, then frequency and presence penalty over the output.
-  4. logit_bias is added; stop ids are masked until `min_tokens` tokens are out.
+  4. logit_bias is added. Masked are: stop ids until `min_tokens` tokens are out, what is not allowed, bad words of one
+     token, and the last token of longer ones while the output ends with those before it.
   5. Temperature 0: the largest logit, the lowest id among equals. Else: divide by the temperature, filter by min_p,
      top_k, top_p (each on what the one before left), draw by the inverse of the cumulative distribution.
 Order and meaning are vLLM's and OpenAI's, except that vLLM adds logit_bias before the penalties.
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cuda import philox
 from cuda.ops import Ints
@@ -44,6 +46,8 @@ class SlotSampling:
     seed: int                           # 64 bits, signed or not
     choice: int
     logprobs: int | None                # None: not reported; n: the chosen token's and the n best tokens'
+    allowed_ids: tuple[int, ...] | None = None      # all others are masked; None: none is
+    bad_words: tuple[tuple[int, ...], ...] = ()     # tokens that must not follow one another in the output
 
     @property
     def greedy(self) -> bool:
@@ -71,7 +75,8 @@ class Sampler:
     def start(self, slot: int, sampling: SlotSampling, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         """A sequence enters a slot. token_ids: all that are known; a resumed sequence brings its earlier output.
 
-        Raises: ValueError for an id in logit_bias or (with a repetition penalty) token_ids outside the vocabulary.
+        Raises: ValueError for an id in logit_bias, allowed_ids, bad_words or (with a penalty) token_ids outside the
+        vocabulary.
         """
         assert self._slots[slot] is None, f"slot {slot} is in use"
         self._slots[slot] = _Slot(sampling, token_ids, num_prompt_tokens, self.vocab_size)
@@ -159,6 +164,7 @@ class _Slot:
         if self.penalized:
             _check_vocab("token_ids", np.asarray(token_ids, dtype=np.int64), vocab_size)
         self.changes = _Changes(sampling)
+        self.masks = _Masks(sampling, vocab_size)
         if sampling.repetition_penalty != 1.0:                  # the others do not look at the prompt
             for token_id in set(token_ids[:num_prompt_tokens]):
                 self.changes.see(token_id)
@@ -169,19 +175,52 @@ class _Slot:
         """token_id is out."""
         if self.penalized:
             self.changes.count(token_id)
+        if self.masks.words:
+            self.masks.output.append(token_id)
 
     def changes_logits(self, num_output_tokens: int) -> bool:
-        return len(self.changes.places) > 0 or self._masks_stop_ids(num_output_tokens)
+        return len(self.changes.places) > 0 or self.masks.are_there or self._masks_stop_ids(num_output_tokens)
 
     def change_logits(self, raw: Floats32, num_output_tokens: int, scores: Floats32) -> None:
         """scores [V] = raw [V] with penalties, biases and masks."""
         np.copyto(scores, raw)
         self.changes.apply(scores)
+        self.masks.apply(scores)
         if self._masks_stop_ids(num_output_tokens):
             scores[self.stop_ids] = -np.inf
 
     def _masks_stop_ids(self, num_output_tokens: int) -> bool:
         return num_output_tokens < self.sampling.min_tokens and len(self.stop_ids) > 0
+
+
+class _Masks:
+    """The tokens that are not to be sampled, for ever or now."""
+
+    def __init__(self, sampling: SlotSampling, vocab_size: int) -> None:
+        """Raises: ValueError for an id outside the vocabulary."""
+        self.words = [word for word in sampling.bad_words if len(word) > 1]
+        self.output: list[int] = []                             # where there are such words
+        self.never: NDArray[np.bool_] | None = None             # [V] where it is not the same for all
+        if sampling.allowed_ids is not None:
+            allowed = np.array(sampling.allowed_ids, np.int64)
+            _check_vocab("allowed_ids", allowed, vocab_size)
+            self.never = np.ones(vocab_size, np.bool_)
+            self.never[allowed] = False
+        for word in sampling.bad_words:
+            _check_vocab("bad_words", np.array(word, np.int64), vocab_size)
+        single = [word[0] for word in sampling.bad_words if len(word) == 1]
+        if single:
+            self.never = np.zeros(vocab_size, np.bool_) if self.never is None else self.never
+            self.never[single] = True
+        self.are_there = self.never is not None or len(self.words) > 0
+
+    def apply(self, logits: Floats32) -> None:
+        """In place. logits [V]"""
+        if self.never is not None:
+            np.putmask(logits, self.never, np.float32(-np.inf))
+        for *first, last in self.words:
+            if self.output[-len(first):] == first:
+                logits[last] = -np.inf
 
 
 class _Changes:

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from api.engine import Engine
     from tools.eval_compare import Comparison
 
-COMPARED = ("model", "device", "dtype", "kv_dtype", "threads")      # what may change a logit, and how fast it comes
+# What may change a logit, and how fast it comes.
+COMPARED = ("model", "device", "dtype", "kv_dtype", "host_math", "threads")
 PROMPT_LOGPROBS = SamplingParams(max_tokens=0, prompt_logprobs=0)
 
 

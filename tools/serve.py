@@ -25,7 +25,8 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from tools.client_args import SWITCH_INTERVAL_S, EngineFactory
-from tools.engine_args import add_engine_args, engine_config, start_logging
+from tools.engine_args import engine_config, start_logging
+from tools.serve_args import check_tls, door_config, others_may_read, serve_parser
 
 # NOTE: nothing that reads or computes a model is imported before the port is bound: a port that is in use is told at
 # once. So `api` and uvicorn come inside functions.
@@ -95,6 +96,7 @@ async def serve(args: argparse.Namespace, listener: socket.socket, signals: Sign
     # Imports take a good part of a second; the socket answers to the system meanwhile.
     import uvicorn
 
+    from api.connections import connections
     from api.engine import Engine
     from api.server import create_app
     from api.service import Service
@@ -104,10 +106,17 @@ async def serve(args: argparse.Namespace, listener: socket.socket, signals: Sign
         def capture_signals(self) -> Iterator[None]:
             yield                           # signals are ours
 
-    service = Service()
-    server = Server(uvicorn.Config(create_app(service), log_config=None, access_log=args.log_level == "debug",
-                                   lifespan="off", timeout_keep_alive=KEEP_ALIVE_S,
-                                   timeout_graceful_shutdown=CLOSE_TIMEOUT_S, backlog=BACKLOG))
+    try:
+        door = door_config(args)
+    except (ValueError, OSError) as error:
+        _say(str(error))
+        return 1
+    _log_door(args, len(door.keys))
+    service = Service(door)
+    server = Server(uvicorn.Config(create_app(service), http=connections(door.idle_timeout_s), log_config=None,
+                                   access_log=args.log_level == "debug", lifespan="off",
+                                   timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
+                                   backlog=BACKLOG, ssl_certfile=args.ssl_certfile, ssl_keyfile=args.ssl_keyfile))
     answering = asyncio.create_task(server.serve(sockets=[listener]))
     begin_s = time.monotonic()
     settings = engine_config(args)
@@ -144,6 +153,15 @@ async def _until_asked_or_dead(engine: Engine, stop: asyncio.Event) -> None:
             pass
 
 
+def _log_door(args: argparse.Namespace, num_keys: int) -> None:
+    if num_keys:
+        log.info("%d API keys: every path but /health asks for one", num_keys)
+    elif args.host not in ("127.0.0.1", "::1", "localhost"):
+        log.warning("no API key is asked for: whoever reaches %s can use this server (--api-key-file)", args.host)
+    if args.api_key_file is not None and others_may_read(args.api_key_file):
+        log.warning("%s can be read by other users of this machine: chmod 600 it", args.api_key_file)
+
+
 def _log_start(info: EngineInfo, elapsed_s: float) -> None:
     log.info("model %s (%s) from %s", ", ".join(info.model_names), info.architecture, info.model_path)
     log.info("device %s: %s", info.device, info.device_reason)
@@ -161,37 +179,9 @@ def _say(line: str) -> None:
     print(f"serve: {' '.join(line.split())}", file=sys.stderr)
 
 
-def _port(text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or int(text[:6]) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port (0 to 65535; 0 takes a free one)")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise ValueError
-    return value
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="serve", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--host", default="127.0.0.1", help="(default: 127.0.0.1, this machine only)")
-    parser.add_argument("--port", type=_port, default=8000, help="0 takes a free one (default: 8000)")
-    parser.add_argument("--served-model-name", nargs="+", metavar="NAME",
-                        help="what requests may call the model; replies say the first (default: the model's own name)")
-    parser.add_argument("--shutdown-timeout", type=_seconds, default=30.0, metavar="SECONDS",
-                        help="for running requests to finish after a signal (default: 30)")
-    parser.add_argument("--log-format", choices=("text", "json"), default="text", help="(default: text)")
-    add_engine_args(parser)
-    parser.set_defaults(log_level="info")
-    return parser
-
-
 def run(argv: Sequence[str], engine_factory: EngineFactory | None = None) -> int:
     """The exit code. `engine_factory`: in place of Engine.start."""
-    args = _parser().parse_args(argv)
+    args = serve_parser(__doc__).parse_args(argv)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     start_logging(args)
     if args.log_level == "debug":
@@ -202,12 +192,18 @@ def run(argv: Sequence[str], engine_factory: EngineFactory | None = None) -> int
     signals = Signals()
     signals.install()
     try:
+        check_tls(args)
+    except (ValueError, OSError) as error:
+        _say(str(error))
+        return 1
+    try:
         listener = listen(args.host, args.port)
     except OSError as error:
         _say(f"cannot listen on {args.host} port {args.port}: {error.strerror or error}")
         return 1
     host, port = listener.getsockname()[:2]
-    log.info("listening on http://%s:%d; loading %s", f"[{host}]" if ":" in host else host, port, args.model)
+    log.info("listening on %s://%s:%d; loading %s", "http" if args.ssl_certfile is None else "https",
+             f"[{host}]" if ":" in host else host, port, args.model)
     return asyncio.run(serve(args, listener, signals, engine_factory))
 
 

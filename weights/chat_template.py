@@ -19,6 +19,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 Message = dict[str, Any]
 
+_GIVEN_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
+                          "raise_exception", "strftime_now"})
+
 
 class ChatTemplate:
     """A compiled template. `variables` are what it may use beside the messages: bos_token, eos_token and the like."""
@@ -31,12 +34,19 @@ class ChatTemplate:
             raise ValueError(f"{origin}: the chat template does not compile: {error}") from None
         self._variables = dict(variables)
 
-    def render(self, messages: list[Message], add_generation_prompt: bool) -> str:
-        """The prompt as text. `messages` as `check_messages` returns them. Raises: ValueError."""
+    @property
+    def reserved_names(self) -> frozenset[str]:
+        """What a template is given by us alone."""
+        return _GIVEN_NAMES | self._variables.keys()
+
+    def render(self, messages: list[Message], add_generation_prompt: bool,
+               kwargs: Mapping[str, Any] | None = None) -> str:
+        """The prompt as text. `messages` as `check_messages` returns them; kwargs: what else the caller has for the
+        template, e.g. enable_thinking; none of `reserved_names`. Raises: ValueError."""
         try:
             # Templates ask `tools is not none`: an undefined name would be taken for tools.
-            return self._template.render({**self._variables, "messages": messages, "tools": None, "documents": None,
-                                          "add_generation_prompt": add_generation_prompt})
+            return self._template.render({**(kwargs or {}), **self._variables, "messages": messages, "tools": None,
+                                          "documents": None, "add_generation_prompt": add_generation_prompt})
         except Exception as error:          # a stranger's program: no error of it may end more than this request
             raise ValueError(f"chat template: {error}") from None
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, models
 
-from weights.chat_template import ChatTemplate, Message, check_messages, map_strings, require_unicode
+from weights.chat_template import ChatTemplate, check_messages, map_strings, require_unicode
 from weights.files import read_json
 from weights.gguf import Gguf
 from weights.gguf_tokenizer import adds_bos, gguf_tokenizer, named_id
@@ -99,15 +99,18 @@ class Vocab:
         ids = self._encode(require_unicode(text, "prompt"), self._tokenizer)
         return self._with_prefix(ids) if add_special else ids
 
-    def encode_chat(self, messages: object, add_generation_prompt: bool = True,
-                    max_tokens: int | None = None) -> list[int]:
+    def encode_chat(self, messages: object, add_generation_prompt: bool = True, max_tokens: int | None = None,
+                    continue_final_message: bool = False, kwargs: Mapping[str, Any] | None = None) -> list[int]:
         """Messages as OpenAI's API has them, as one prompt. It has exactly one BOS if the model begins texts with one.
 
-        Control tokens come from the template alone: what a message spells stays text.
+        Control tokens come from the template alone: what a message or one of `kwargs` spells stays text.
+        continue_final_message: the prompt ends with the last message's content, as it is: a template may trim it
+        elsewhere, not here.
+        kwargs: what else the template is given.
 
         Raises: ValueError naming the message's field, with the template's own message, or if there is no template.
         """
-        rendered, hidden = self._render(messages, add_generation_prompt)
+        rendered, hidden = self._render(messages, add_generation_prompt, continue_final_message, kwargs or {})
         self._check_length(rendered, max_tokens)
         if not hidden:
             return self._with_prefix(self._encode(rendered, self._tokenizer))
@@ -116,10 +119,16 @@ class Vocab:
             ids += [special_id] if special_id is not None else self._encode_literally(piece.translate(hidden))
         return self._with_prefix(ids)
 
-    def render_chat(self, messages: object, add_generation_prompt: bool = True) -> str:
+    def render_chat(self, messages: object, add_generation_prompt: bool = True, continue_final_message: bool = False,
+                    kwargs: Mapping[str, Any] | None = None) -> str:
         """The same prompt as text. Raises: ValueError."""
-        rendered, hidden = self._render(messages, add_generation_prompt)
+        rendered, hidden = self._render(messages, add_generation_prompt, continue_final_message, kwargs or {})
         return rendered.translate(hidden)
+
+    @property
+    def reserved_template_names(self) -> frozenset[str]:
+        """What `kwargs` may not hold."""
+        return frozenset() if self._template is None else self._template.reserved_names
 
     @property
     def has_chat_template(self) -> bool:
@@ -137,6 +146,10 @@ class Vocab:
         Empty for an id without a token.
         """
         return self._bytes[token_id]
+
+    def token_name(self, token_id: int) -> str:
+        """What the vocabulary calls it, e.g. "\u0120hello"; "" for an id without a token."""
+        return self._tokenizer.id_to_token(token_id) or ""
 
     def token_text(self, token_id: int) -> str:
         """The same as text, with U+FFFD for what is no complete character."""
@@ -175,16 +188,22 @@ class Vocab:
         prefix = list(self.prefix_ids)
         return ids if ids[:len(prefix)] == prefix else prefix + ids
 
-    def _render(self, messages: object, add_generation_prompt: bool) -> tuple[str, dict[int, str]]:
+    def _render(self, messages: object, add_generation_prompt: bool, continue_final_message: bool,
+                kwargs: Mapping[str, Any]) -> tuple[str, dict[int, str]]:
         """The rendered prompt, in which private characters stand for the control tokens that messages spell.
 
         Returns it and, by the characters' code points, what they stand for.
         """
         if self._template is None:
             raise ValueError("this model has no chat template; use completions")
+        if continue_final_message and add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+        if reserved := self._template.reserved_names & kwargs.keys():
+            raise ValueError(f"chat_template_kwargs: {min(reserved)} is not the caller's to set")
         checked = check_messages(messages)
+        given = map_strings(dict(kwargs), require_unicode, "chat_template_kwargs")
         placeholders: dict[str, str] = {}
-        free = _unused_private_characters(checked)
+        free = _unused_private_characters((checked, given))
 
         def hide(text: str, _field: str) -> str:
             pieces = []
@@ -194,7 +213,17 @@ class Vocab:
                 pieces.append(piece if special_id is None else placeholders[piece])
             return "".join(pieces)
 
-        rendered = self._template.render(map_strings(checked, hide, "messages"), add_generation_prompt)
+        checked, given = map_strings(checked, hide, "messages"), map_strings(given, hide, "chat_template_kwargs")
+        final = ""
+        if continue_final_message:
+            # A mark in its place shows where it begins, whatever the template does to a content.
+            final, checked[-1]["content"] = checked[-1]["content"], (mark := next(free))
+        rendered = self._template.render(checked, add_generation_prompt, given)
+        if continue_final_message:
+            before, found, _ = rendered.rpartition(mark)
+            if not found:
+                raise ValueError("the chat template leaves the last message out: it cannot be continued")
+            rendered = before.replace(mark, final) + final
         return rendered, {ord(placeholder): text for text, placeholder in placeholders.items()}
 
     def _split_at_special(self, text: str) -> list[tuple[str, int | None]]:
@@ -293,8 +322,8 @@ class Detokenizer:
         return begun if begun[:1] != b"\xed" or len(begun) == 1 or begun[1] < 0xA0 else b""
 
 
-def _unused_private_characters(messages: list[Message]) -> Iterator[str]:
-    taken = set(json.dumps(messages, ensure_ascii=False, default=str))
+def _unused_private_characters(values: object) -> Iterator[str]:
+    taken = set(json.dumps(values, ensure_ascii=False, default=str))
     for code in range(_FIRST_PLACEHOLDER, 0x110000):
         if chr(code) not in taken:
             yield chr(code)

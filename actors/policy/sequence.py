@@ -155,7 +155,7 @@ class Sequence:
         request = self.request
         return StartedSequence(self.slot, request.request_id, self.known_ids(0, self.num_known_tokens),
                                self.num_prompt_tokens, request.sampling, request.stop_ids, request.seed,
-                               request.choice, block_ids)
+                               request.choice, block_ids, request.bad_word_ids)
 
     def usage(self) -> Usage:
         return Usage(self.num_prompt_tokens, len(self.output_ids), self.num_cached_tokens, self.cache_miss)

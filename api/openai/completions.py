@@ -8,21 +8,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
-from starlette.routing import Route
 
 from actors.messages import TextDelta, TokenLogprob
 from api.engine import Engine
 from api.errors import ApiError
 from api.exchange import Generation, Reply, parse_body
 from api.openai.lower import asker, check_num_generations, sampling_params
-from api.openai.write import AnswerWriter, shown_logprob, shown_token
-from api.schemas import CompletionRequest, NamedPrompt
+from api.openai.schemas import CompletionRequest, NamedPrompt
+from api.openai.write import TRUNCATED, AnswerWriter, shown_logprob, shown_token
+from api.routes import EVENTS, Endpoint
 from api.service import service_of
 
 DEFAULT_MAX_TOKENS = 16                         # OpenAI's
 
 
 async def completions(request: Request) -> Reply:
+    """Continues prompts."""
     service = service_of(request)
     engine = service.ready_engine()
     body = await parse_body(request, CompletionRequest)
@@ -51,17 +52,20 @@ class CompletionWriter(AnswerWriter):
     """Deltas → text_completion events, or one text_completion document."""
 
     def __init__(self, request: CompletionRequest, engine: Engine) -> None:
-        super().__init__(request, engine.info, "cmpl", "text_completion", "text_completion")
+        num_completions = len(request.prompt) * request.num_choices
+        super().__init__(request, engine.info, "cmpl", "text_completion", "text_completion", num_completions)
         self._prompts = request.prompt
         self._echo = bool(request.echo)
         self._with_logprobs = request.logprobs is not None
         self._decode = engine.decode
-        self._texts = [_Text() for _ in range(len(self._prompts) * request.num_choices)]
+        self._texts = [_Text() for _ in range(num_completions)]
 
     def events(self, index: int, delta: TextDelta) -> bytes:
+        self.count(index, delta)
         content = self._content(index, delta)
         events = b""
-        if content["text"] or content["logprobs"] or content.get("token_ids") or "prompt_token_ids" in content:
+        if content["text"] or content["logprobs"] or content.get("token_ids") or "prompt_token_ids" in content \
+                or TRUNCATED in content:
             events += self.chunk({**content, "finish_reason": None})
         if delta.finish is not None:
             self.add_usage(index, delta)
@@ -84,6 +88,7 @@ class CompletionWriter(AnswerWriter):
         offsets: list[int] = []
         if not text.begun:
             text.begun = True
+            details |= self.prompt_details(delta)
             if self.with_token_ids:
                 details["prompt_token_ids"] = delta.prompt_token_ids
             if self._echo:
@@ -134,4 +139,4 @@ def _columns(tokens: Sequence[TokenLogprob], offsets: list[int]) -> dict[str, An
             "top_logprobs": tops, "text_offset": offsets}
 
 
-routes = [Route("/v1/completions", completions, methods=["POST"])]
+routes = [Endpoint("POST", "/v1/completions", completions, CompletionRequest, EVENTS)]

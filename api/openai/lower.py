@@ -1,7 +1,6 @@
 """What chat and completions have in common on the way down: a request's fields become sampling parameters."""
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 from starlette.requests import Request
@@ -11,26 +10,19 @@ from actors.sampling_params import ParameterError, SamplingParams
 from api.engine import Engine
 from api.errors import ApiError, bad_parameter
 from api.exchange import Asker
-from api.schemas import GenerationRequest
+from api.guard import tenant_of
+from api.openai.schemas import GenerationRequest
 
 _SAMPLING_FIELDS = ("min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
-                    "stop_token_ids", "ignore_eos", "skip_special_tokens", "presence_penalty", "frequency_penalty",
-                    "repetition_penalty")
+                    "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
+                    "presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids", "bad_words",
+                    "truncate_prompt_tokens")
 
 
 def asker(http: Request, request: GenerationRequest) -> Asker:
     """NOTE: a key is known by its hash alone: what names a tenant may show in --debug, a key may not."""
-    key = _api_key(http)
     return Asker(priority=request.priority or 0, user=request.user or "", cache_salt=request.cache_salt or "",
-                 tenant=hashlib.sha256(key.encode()).hexdigest()[:32] if key else "")
-
-
-def _api_key(http: Request) -> str:
-    """As OpenAI's, Anthropic's and Azure's clients send it; "" without one. The same key is the same by any of them."""
-    authorization = http.headers.get("authorization", "").strip()
-    scheme, _, token = authorization.partition(" ")
-    key = token.strip() if scheme.lower() == "bearer" else authorization
-    return key or http.headers.get("x-api-key", "").strip() or http.headers.get("api-key", "").strip()
+                 tenant=tenant_of(http))
 
 
 def check_num_generations(engine: Engine, num_prompts: int, num_choices: int) -> None:

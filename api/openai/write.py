@@ -10,19 +10,21 @@ import orjson
 from actors.messages import TextDelta, TokenLogprob
 from api.engine import EngineInfo
 from api.errors import ApiError
-from api.schemas import GenerationRequest
+from api.openai.schemas import GenerationRequest
 from api.sse import DONE, event
 
 LOWEST_LOGPROB = -9999.0                        # JSON has no -inf
+TRUNCATED = "num_truncated_prompt_tokens"       # of a choice whose request allowed it
 
 
 class AnswerWriter:
     """The frame round the choices of one answer. Usage counts a prompt once, whatever n is, and all completions."""
 
     def __init__(self, request: GenerationRequest, info: EngineInfo, id_prefix: str, chunk_kind: str,
-                 document_kind: str) -> None:
+                 document_kind: str, num_completions: int) -> None:
         # NOTE: nothing inside is keyed by this id, nor by one that a client sent: two requests never share a key.
-        head = {"id": f"{id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": info.model}
+        self.answer_id: str = f"{id_prefix}-{uuid.uuid4().hex}"
+        head = {"id": self.answer_id, "created": int(time.time()), "model": info.model}
         self._chunk_head = {**head, "object": chunk_kind}
         self._document_head = {**head, "object": document_kind}
         self.num_choices = request.num_choices
@@ -30,6 +32,9 @@ class AnswerWriter:
         # Every chunk of a stream begins and ends alike: only its choice is written anew.
         self._before = b"data: " + orjson.dumps(self._chunk_head)[:-1] + b',"choices":['
         self._after = b'],"usage":null}\n\n' if self._with_usage else b"]}\n\n"
+        self._continuous = request.continuous_usage
+        self._counts = [[0, 0] for _ in range(num_completions)] if self._continuous else []     # prompt, answer
+        self._with_truncation = request.truncate_prompt_tokens is not None
         self._num_prompt_tokens = self._num_cached_tokens = self._num_output_tokens = 0
         self._cache_misses: list[str] | None = [] if info.debug else None
         self.with_token_ids = bool(request.return_token_ids)
@@ -45,8 +50,24 @@ class AnswerWriter:
             if self._cache_misses is not None:
                 self._cache_misses.append(usage.cache_miss)
 
+    def count(self, index: int, delta: TextDelta) -> None:
+        """What chunks of this choice say of usage from now on, where they do."""
+        if self._continuous:
+            counts = self._counts[index]
+            counts[0] += len(delta.prompt_token_ids)
+            counts[1] += len(delta.token_ids)
+
+    def prompt_details(self, first: TextDelta) -> dict[str, Any]:
+        """What a choice says beside its text when it begins."""
+        return {TRUNCATED: first.num_truncated_tokens} if self._with_truncation else {}
+
     def chunk(self, choice: dict[str, Any]) -> bytes:
-        return self._before + orjson.dumps(choice) + self._after
+        if not self._continuous:
+            return self._before + orjson.dumps(choice) + self._after
+        num_prompt_tokens, num_output_tokens = self._counts[choice["index"]]
+        usage = {"prompt_tokens": num_prompt_tokens, "completion_tokens": num_output_tokens,
+                 "total_tokens": num_prompt_tokens + num_output_tokens}
+        return self._before + orjson.dumps(choice) + b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
 
     def last_events(self) -> bytes:
         if not self._with_usage:

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 
 from cuda.host.compilation import Kernel, inner
-from cuda.host.pack import AFFINE4, AFFINE8, BFLOAT16, FLOAT16, GROUP_HEAD_BYTES
+from cuda.host.pack import AFFINE4, AFFINE8, BFLOAT16, FLOAT16, GROUP_HEAD_BYTES, STRIP, STRIP_BYTES
 from cuda.host.simd import (
     LANES,
     VECTOR_BYTES,
+    absolute,
     exp,
     fma,
     lane,
+    lane_max,
     lane_sum,
     load,
     load_bf16,
@@ -24,6 +26,7 @@ from cuda.host.simd import (
     load_first,
     load_i32,
     load_u8,
+    maximum,
     real,
     scalar_fma,
     splat,
@@ -33,7 +36,9 @@ from cuda.host.simd import (
     tanh,
     word,
 )
+from cuda.host.simd_int16 import LARGEST, nearest, store_int16
 
+SMALLEST = np.float32(1e-30)                    # a block without a larger number becomes zeros
 COLUMNS = 256                                   # of a row in one item, where rows may be split
 SILU, GELU_TANH = 0, 1
 
@@ -111,6 +116,45 @@ def rope(arguments: int, first: int, last: int, scratch: int) -> None:
 ROPE = Kernel(rope, "qqqqqqqqqqqd")
 
 
+@inner
+def quantize_block(x: int, y: int, wide: bool) -> None:
+    """32 inputs where `wide`, else 16: scale, scale times the sum of the codes, codes.
+
+    NOTE: a number that is not finite makes the sum NaN, and the sum all outputs of the row.
+    """
+    first, second = load(x), splat(np.float32(0.0))
+    if wide:
+        second = load(x + VECTOR_BYTES)
+    largest = lane_max(maximum(absolute(first), absolute(second)))
+    scale, inverse = np.float32(0.0), np.float32(0.0)
+    if largest > SMALLEST:
+        scale, inverse = largest / np.float32(LARGEST), np.float32(LARGEST) / largest
+    factor = splat(inverse)
+    first, second = nearest(first * factor), nearest(second * factor)
+    store_f32(y, scale)
+    store_f32(y + 4, scale * lane_sum(first + second))
+    store_int16(y + 8, first)
+    if wide:
+        store_int16(y + 8 + VECTOR_BYTES // 2, second)
+
+
+def quantize(arguments: int, first: int, last: int, scratch: int) -> None:
+    """Item: a row, in blocks of `block` inputs."""
+    x, x_stride, y, y_stride = word(arguments, 0), word(arguments, 1), word(arguments, 2), word(arguments, 3)
+    columns, block = word(arguments, 4), word(arguments, 5)
+    for row in range(first, last):
+        source, target = x + row * x_stride, y + row * y_stride
+        if block == 32:
+            for i in range(columns // 32):
+                quantize_block(source + i * 128, target + i * 72, True)
+        else:
+            for i in range(columns // 16):
+                quantize_block(source + i * 64, target + i * 40, False)
+
+
+QUANTIZE = Kernel(quantize, "qqqqqq")
+
+
 def gated(arguments: int, first: int, last: int, scratch: int) -> None:
     """Item: COLUMNS columns of a row. y = activation(gate) * up.
 
@@ -164,34 +208,36 @@ TAKE_ROWS = Kernel(take_rows, "qqqqqq")
 
 
 def embed(arguments: int, first: int, last: int, scratch: int) -> None:
-    """Item: a row. y[i] = factor * the packed table's row ids[i], one lane of its strip."""
+    """Item: a row. y[i] = factor * the packed table's row ids[i], one column of its strip."""
     ids, kind, group = word(arguments, 0), word(arguments, 1), word(arguments, 2)
     table, strip_bytes, columns = word(arguments, 3), word(arguments, 4), word(arguments, 5)
     y, y_stride, factor = word(arguments, 6), word(arguments, 7), real(arguments, 8)
     for row in range(first, last):
         token = load_i32(ids + 4 * row)
-        strip, column = table + token // LANES * strip_bytes, token % LANES
+        strip, column = table + token // STRIP * strip_bytes, token % STRIP
         target = y + row * y_stride
         if kind == AFFINE4 or kind == AFFINE8:
             for begin in range(0, columns, group):
-                scale, offset = load_f32(strip + 4 * column), load_f32(strip + VECTOR_BYTES + 4 * column)
+                scale, offset = load_f32(strip + 4 * column), load_f32(strip + STRIP_BYTES + 4 * column)
                 strip += GROUP_HEAD_BYTES
                 for k in range(group):
                     if kind == AFFINE8:
-                        code = load_u8(strip + k * LANES + column)
+                        words = strip + (k // 8 * 2 + k // 2 % 2) * STRIP_BYTES + 4 * column
+                        code = load_u8(words + k // 4 % 2 * 2 + k % 2)
                     else:
-                        code = load_u8(strip + k // 2 * LANES + column) >> (4 * (k % 2)) & 15
+                        code = load_u8(strip + k // 8 * STRIP_BYTES + 4 * column + k // 2 % 4) >> (4 * (k % 2)) & 15
                     value = scalar_fma(np.float32(code), scale, offset) * factor
                     store_f32(target + 4 * (begin + k), value)
-                strip += group * LANES if kind == AFFINE8 else group // 2 * LANES
+                strip += group * STRIP if kind == AFFINE8 else group // 2 * STRIP
         else:
+            half, place = column // LANES * LANES, column % LANES
             for k in range(columns):
                 if kind == FLOAT16:
-                    value = lane(load_f16(strip + 2 * LANES * k), column)
+                    value = lane(load_f16(strip + 2 * (STRIP * k + half)), place)
                 elif kind == BFLOAT16:
-                    value = lane(load_bf16(strip + 2 * LANES * k), column)
+                    value = lane(load_bf16(strip + 2 * (STRIP * k + half)), place)
                 else:
-                    value = load_f32(strip + VECTOR_BYTES * k + 4 * column)
+                    value = load_f32(strip + STRIP_BYTES * k + 4 * column)
                 store_f32(target + 4 * k, value * factor)
 
 

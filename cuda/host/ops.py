@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -23,13 +24,14 @@ from cuda.host.kv_cache import (
     kv_block_bytes,
     store_kv_scratch_bytes,
 )
-from cuda.host.matmul import LINEAR, linear_scratch_bytes
-from cuda.host.pack import Arena, PackedLinear, pack_linear, pack_weight
+from cuda.host.matmul import LINEAR, LINEAR_INT16, linear_scratch_bytes
+from cuda.host.pack import Arena, PackedLinear, pack_linear, pack_weight, quantized_block_bytes
 from cuda.host.register_tile import MAX_ROWS
 from cuda.host.simd import LANES
+from cuda.host.simd_int16 import HAS_PAIRS
 from cuda.host.workspace import Buffer, address_of, allocate, new_buffer
 from cuda.memory import available_host_bytes
-from cuda.ops import BLOCK_SIZE, Batch, Ints, KVDtype, KVGroupSpec
+from cuda.ops import BLOCK_SIZE, Batch, HostMath, Ints, KVDtype, KVGroupSpec
 from weights.load import LayerWeights, ModelWeights
 from weights.quant import Linear
 from weights.spec import ModelSpec, RopeSpec
@@ -39,6 +41,7 @@ log = logging.getLogger("troupe.host")
 Floats = NDArray[np.float32]
 
 ROPE_ROWS = 4096                                # of a table made at a time: the angles are float64
+STRIP_ROWS = 64                                 # rows times strips in one piece of work, where it may be divided
 _ACTIVATIONS = {"silu": elementwise.SILU, "gelu_tanh": elementwise.GELU_TANH}
 
 
@@ -58,13 +61,21 @@ class _Runs:
 
 
 class HostOps:
-    """See `cuda.ops.Ops`. All arithmetic is float32; results do not depend on the number of threads."""
+    """See `cuda.ops.Ops`. Results do not depend on the number of threads.
+
+    All arithmetic is float32 where `math` is "exact". With "int16" a product with quantized weights first rounds its
+    inputs to 16-bit integers, with a scale for 32 neighbours (16 where the weights' groups are as small), and sums
+    products as integers; all else is float32.
+    """
 
     name = "host"
     kv_dtypes: tuple[KVDtype, ...] = ("float32", "bf16", "int8")
 
-    def __init__(self, num_threads: int | None = None) -> None:
-        """num_threads: by default the physical cores that this process may use."""
+    def __init__(self, num_threads: int | None = None, math: HostMath = "exact") -> None:
+        """num_threads: by default the physical cores that this process may use. Raises: ValueError."""
+        if math == "int16" and not HAS_PAIRS:
+            raise ValueError("math int16: this processor has no AVX2, whose instructions it needs")
+        self.math = math
         self.num_threads = num_physical_cores() if num_threads is None else num_threads
         if self.num_threads < 1:
             raise ValueError(f"num_threads must be at least 1, not {num_threads}")
@@ -97,7 +108,6 @@ class HostOps:
     def prepare(self, spec: ModelSpec, weights: ModelWeights, max_tokens: int, max_position: int) -> ModelWeights:
         # The workspace grows to the largest step seen; only pages that a step touches take memory.
         self.spec, self.max_position = spec, max_position
-        self._compile(_kernels(spec))
         for layer in spec.layers:
             if layer.rope is not None:
                 self._rope_table(layer.rope)
@@ -122,6 +132,7 @@ class HostOps:
         packed: Any = embed
         prepared = ModelWeights(packed, tuple(block(layer) for layer in weights.layers), vector(weights.norm),
                                 linear(weights.head))
+        self._compile(_kernels(spec, prepared, self.math))
         widest = max(spec.hidden_size, spec.ffn_size, spec.num_heads * spec.head_dim)
         self._commands.want_scratch(max(linear_scratch_bytes(widest), store_kv_scratch_bytes(spec.head_dim)))
         return prepared
@@ -177,6 +188,15 @@ class HostOps:
 
     def close(self) -> None:
         self._commands.close()
+
+    @property
+    def trace(self) -> list[tuple[str, float]] | None:
+        """Set to a list: seconds of every kernel that runs from now on go there; None: off."""
+        return self._commands.trace
+
+    @trace.setter
+    def trace(self, times: list[tuple[str, float]] | None) -> None:
+        self._commands.trace = times
 
     # ---- Where things are
 
@@ -264,14 +284,25 @@ class HostOps:
     def _multiply(self, x: Floats, weight: PackedLinear, y: int, y_stride: int) -> None:
         rows, in_features = x.shape
         assert in_features == weight.in_features, f"{in_features} inputs for a weight of {weight.in_features}"
-        x_address, x_stride = self._place(x)
+        block = weight.block if self.math == "int16" else 0
+        quantized = self._quantize(x, block) if block else x
         for part, bias in zip(weight.parts, weight.bias_addresses, strict=True):
-            pairs = part.num_pairs
-            # A pair for many rows is long; for few rows several are handed out together.
-            share = 1 if rows > 4 else max(1, min(8, pairs // (16 * self.num_threads)))
-            self._commands.add(LINEAR, pairs if rows else 0, share, x_address, x_stride, y, y_stride, rows,
-                               in_features, part.kind, part.group, part.address, part.strip_bytes, bias)
+            strips = part.num_strips if rows else 0
+            share = _strips_at_a_time(part.num_strips, rows, self.num_threads)
+            arguments = rows, in_features, part.kind, part.group, part.address, part.strip_bytes, bias
+            if block and part.group:
+                self._commands.add(LINEAR_INT16, strips, share, *self._place(quantized), y, y_stride, *arguments, block)
+            else:
+                self._commands.add(LINEAR, strips, share, *self._place(x), y, y_stride, *arguments)
             y += 4 * part.shape[0]
+
+    def _quantize(self, x: Floats, block: int) -> Floats:
+        """Rows as blocks of `block` 16-bit codes with their scales, in an array of as many bytes."""
+        rows, columns = x.shape
+        quantized, address, stride = self._new(rows, columns // block * quantized_block_bytes(block) // 4)
+        self._commands.add(elementwise.QUANTIZE, rows, self._share(rows), *self._place(x), address, stride, columns,
+                           block)
+        return quantized
 
     def rope(self, qkv: Floats, positions: Ints, rope: RopeSpec | None,
              q_norm: Floats | None, k_norm: Floats | None, eps: float) -> None:
@@ -366,11 +397,33 @@ class HostOps:
         cache.values[:, block_ids] = POISON
 
 
-def _kernels(spec: ModelSpec) -> list[Kernel]:
+def _kernels(spec: ModelSpec, prepared: Any, math: HostMath) -> list[Kernel]:
     """Those that the model's steps use, but for the KV cache's."""
-    kernels = [elementwise.EMBED, elementwise.RMS_NORM, LINEAR, elementwise.ROPE, elementwise.GATED,
-               elementwise.TAKE_ROWS]
-    return kernels if spec.final_softcap is None else [*kernels, elementwise.SOFTCAP]
+    kernels = [elementwise.EMBED, elementwise.RMS_NORM, elementwise.ROPE, elementwise.GATED, elementwise.TAKE_ROWS]
+    if spec.final_softcap is not None:
+        kernels.append(elementwise.SOFTCAP)
+    linears = [prepared.head]
+    for layer in prepared.layers:
+        linears += [layer.qkv, layer.o, layer.gate_up, layer.down]
+    is_rounded = {math == "int16" and part.group > 0 for linear in linears for part in linear.parts}
+    if False in is_rounded:
+        kernels.append(LINEAR)
+    if True in is_rounded:
+        kernels += [elementwise.QUANTIZE, LINEAR_INT16]
+    return kernels
+
+
+@cache
+def _strips_at_a_time(num_strips: int, rows: int, num_threads: int) -> int:
+    """Strips that a thread takes together: as many as leave the threads equal shares in at least three turns.
+
+    Neighbours are read as one run of memory, which for few rows decides; for many rows a strip is work enough.
+    """
+    each = -(-num_strips // num_threads)
+    for share in range(min(each // 3, STRIP_ROWS // max(rows, 1)), 1, -1):
+        if -(-num_strips // (share * num_threads)) * share <= each:
+            return share
+    return 1
 
 
 def _runs(batch: Batch, num_positions: int) -> _Runs:

@@ -1,11 +1,14 @@
-"""Weights in the layout that `matmul.py` reads: strips of 16 outputs, each strip one run of memory.
+"""Weights in the layout that `matmul.py` reads: strips of 32 outputs, each strip one run of memory.
 
-Vector k of a strip holds input k's 16 weights, one a lane. By kind:
-  AFFINE4   a group: 16 scales, 16 offsets (float32), then group / 2 rows of 16 bytes: k = 2j in the low nibbles of row
-            j, k = 2j + 1 in the high ones
-  AFFINE8   a group: 16 scales, 16 offsets, then group rows of 16 bytes
-  FLOAT32, FLOAT16, BFLOAT16   K rows of 16 numbers
-Strips come in pairs: missing outputs are zeros.
+A strip by kind:
+  AFFINE4   a group: 32 scales, 32 offsets (float32), then for 8 inputs at a time a row of 32 words of 32 bits, one an
+            output: input k of the 8 in bits 4k .. 4k + 3
+  AFFINE8   a group: 32 scales, 32 offsets, then for 8 inputs two rows of 32 words: bytes of inputs 0, 1, 4, 5 and of
+            inputs 2, 3, 6, 7
+  FLOAT32, FLOAT16, BFLOAT16   K rows of 32 numbers, one an output
+Missing outputs are zeros.
+
+From a word float32 arithmetic takes one code by a shift and a mask, 16-bit arithmetic two: of inputs k and k + 4.
 """
 from __future__ import annotations
 
@@ -22,8 +25,11 @@ from weights.quant import Affine, Dense, Linear, Weight
 AFFINE4, AFFINE8, FLOAT32, FLOAT16, BFLOAT16 = range(5)
 _DENSE_KINDS = {np.dtype(np.float32): FLOAT32, np.dtype(np.float16): FLOAT16}
 
-PAIR = 2 * LANES                                # outputs of a pair of strips
-GROUP_HEAD_BYTES = 2 * VECTOR_BYTES             # scales and offsets
+STRIP = 2 * LANES                               # outputs
+STRIP_BYTES = 2 * VECTOR_BYTES                  # a float32 or a word of each
+GROUP_HEAD_BYTES = 2 * STRIP_BYTES              # scales and offsets
+BLOCK_HEAD_BYTES = 8                            # of quantized activations: a block's scale and sum
+ROW_INPUTS = 8                                  # of an affine kind: 4 bits each in a row of words, 8 in two
 ARENA_BYTES = 1 << 25
 
 
@@ -52,15 +58,15 @@ class PackedWeight:
     address: int
 
     @property
-    def num_pairs(self) -> int:
-        return -(-self.shape[0] // PAIR)
+    def num_strips(self) -> int:
+        return len(self.strips)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLinear:
     """Parts whose outputs lie one after the other."""
     parts: tuple[PackedWeight, ...]
-    biases: tuple[NDArray[np.float32], ...]     # a part's, padded to whole pairs; zeros where there is none
+    biases: tuple[NDArray[np.float32], ...]     # a part's, padded to whole strips; zeros where there is none
     bias_addresses: tuple[int, ...]
 
     @property
@@ -70,6 +76,16 @@ class PackedLinear:
     @property
     def in_features(self) -> int:
         return self.parts[0].shape[1]
+
+    @property
+    def block(self) -> int:
+        """Inputs that are quantized together for the affine parts; 0 where there are none."""
+        return min((min(part.group, 32) for part in self.parts if part.group), default=0)
+
+
+def quantized_block_bytes(block: int) -> int:
+    """Scale, sum, codes."""
+    return BLOCK_HEAD_BYTES + 2 * block
 
 
 def pack_weight(weight: Weight, arena: Arena) -> PackedWeight:
@@ -81,7 +97,7 @@ def pack_linear(linear: Linear, arena: Arena, packed: dict[int, PackedWeight]) -
     parts = tuple(packed.get(id(part)) or pack_weight(part, arena) for part in _merge(linear.parts))
     biases, first = [], 0
     for part in parts:
-        bias = arena.take(part.num_pairs * PAIR * 4).view(np.float32)
+        bias = arena.take(part.num_strips * STRIP_BYTES).view(np.float32)
         n = part.shape[0]
         if linear.bias is not None:
             bias[:n] = linear.bias[first:first + n]
@@ -107,32 +123,33 @@ def _merge(parts: tuple[Weight, ...]) -> list[Weight]:
 
 
 def _new_strips(num_outputs: int, strip_bytes: int, arena: Arena) -> NDArray[np.uint8]:
-    num_strips = 2 * -(-num_outputs // PAIR)
+    num_strips = -(-num_outputs // STRIP)
     return arena.take(num_strips * strip_bytes).reshape(num_strips, strip_bytes)
 
 
 def _strips(rows: NDArray[Any]) -> NDArray[Any]:
-    """[N, X] -> [N / 16 rounded up, 16, X], filled up with zeros."""
-    missing = -len(rows) % LANES
+    """[N, X] -> [strips, 32, X], filled up with zeros."""
+    missing = -len(rows) % STRIP
     if missing:
         rows = np.concatenate([rows, np.zeros((missing, rows.shape[1]), rows.dtype)])
-    return rows.reshape(-1, LANES, rows.shape[1])
+    return rows.reshape(-1, STRIP, rows.shape[1])
 
 
 def _pack_affine(weight: Affine, arena: Arena) -> PackedWeight:
     n, k = weight.shape
-    num_groups, row_bytes = k // weight.group, weight.group * weight.bits // 8
-    group_bytes = GROUP_HEAD_BYTES + row_bytes * LANES
+    num_groups, num_rows = k // weight.group, weight.group // ROW_INPUTS
+    kind, unit, halves = (AFFINE4, np.uint32, 1) if weight.bits == 4 else (AFFINE8, np.uint16, 2)
+    group_bytes = GROUP_HEAD_BYTES + num_rows * halves * STRIP_BYTES
     strips = _new_strips(n, num_groups * group_bytes, arena)
-    num_strips = -(-n // LANES)
-    groups = strips[:num_strips].reshape(num_strips, num_groups, group_bytes)
-    head = groups[:, :, :GROUP_HEAD_BYTES].view(np.float32)                                    # [strips, groups, 32]
-    head[:, :, :LANES] = _strips(weight.scale).transpose(0, 2, 1)
-    head[:, :, LANES:] = _strips(weight.offset).transpose(0, 2, 1)
-    codes = _strips(weight.codes).reshape(num_strips, LANES, num_groups, row_bytes)
-    rows = groups[:, :, GROUP_HEAD_BYTES:].reshape(num_strips, num_groups, row_bytes, LANES)
-    np.copyto(rows, codes.transpose(0, 2, 3, 1))
-    kind = AFFINE4 if weight.bits == 4 else AFFINE8
+    groups = strips.reshape(len(strips), num_groups, group_bytes)
+    head = groups[:, :, :GROUP_HEAD_BYTES].view(np.float32)                                    # [strips, groups, 64]
+    head[:, :, :STRIP] = _strips(weight.scale).transpose(0, 2, 1)
+    head[:, :, STRIP:] = _strips(weight.offset).transpose(0, 2, 1)
+    # Of 8-bit codes the units are inputs 0, 1 | 2, 3 | 4, 5 | 6, 7: the first and the third share a word.
+    units = _strips(np.ascontiguousarray(weight.codes).view(unit))
+    units = units.reshape(len(strips), STRIP, num_groups, num_rows, halves, halves)
+    rows = groups[:, :, GROUP_HEAD_BYTES:].view(unit).reshape(len(strips), num_groups, num_rows, halves, STRIP, halves)
+    np.copyto(rows, units.transpose(0, 2, 3, 5, 1, 4))
     return PackedWeight(kind, (n, k), weight.group, strips.shape[1], strips, address_of(strips))
 
 
@@ -140,7 +157,6 @@ def _pack_dense(weight: Dense, arena: Arena) -> PackedWeight:
     n, k = weight.shape
     dtype = weight.data.dtype
     kind = BFLOAT16 if weight.is_bf16 else _DENSE_KINDS[dtype]
-    strips = _new_strips(n, k * LANES * dtype.itemsize, arena)
-    num_strips = -(-n // LANES)
-    np.copyto(strips[:num_strips].view(dtype).reshape(num_strips, k, LANES), _strips(weight.data).transpose(0, 2, 1))
+    strips = _new_strips(n, k * STRIP * dtype.itemsize, arena)
+    np.copyto(strips.view(dtype).reshape(len(strips), k, STRIP), _strips(weight.data).transpose(0, 2, 1))
     return PackedWeight(kind, (n, k), 0, strips.shape[1], strips, address_of(strips))

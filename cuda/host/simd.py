@@ -28,7 +28,7 @@ VECTOR_BYTES = 64
 _I8, _I16, _I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F32, _F64 = ir.FloatType(), ir.DoubleType()
 VECTOR = ir.VectorType(F32, LANES)
-_INTEGERS = ir.VectorType(_I32, LANES)
+INTEGERS = ir.VectorType(_I32, LANES)
 
 
 class F32x16Type(types.Type):                   # 16 float32
@@ -53,7 +53,7 @@ class _F32x16Model(models.PrimitiveModel):
 @register_model(I32x16Type)
 class _I32x16Model(models.PrimitiveModel):
     def __init__(self, manager: Any, numba_type: types.Type) -> None:
-        super().__init__(manager, numba_type, _INTEGERS)
+        super().__init__(manager, numba_type, INTEGERS)
 
 
 def instruction(result: types.Type, *parameters: types.Type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -92,28 +92,34 @@ def emit_store(builder: ir.IRBuilder, address: ir.Value, value: ir.Value, align:
     builder.store(value, _pointer(builder, address, value.type)).align = align
 
 
-def _call(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Value) -> ir.Value:
+def emit_call(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Value) -> ir.Value:
     declared = ir.FunctionType(result, [argument.type for argument in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, declared, name), arguments)
 
 
-def _constant(value: float) -> ir.Constant:
+def emit_constant(value: float) -> ir.Constant:
     """The same float32 in all lanes."""
     return ir.Constant(VECTOR, [F32(value)] * LANES)
 
 
 def _integers(value: int) -> ir.Constant:
-    return ir.Constant(_INTEGERS, [_I32(value)] * LANES)
+    return ir.Constant(INTEGERS, [_I32(value)] * LANES)
+
+
+def emit_prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
+    """Into all caches, for reading."""
+    pointer = _pointer(builder, address, _I8)
+    emit_call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, _I32(0), _I32(3), _I32(1))
 
 
 def emit_splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
     vector = ir.VectorType(scalar.type, LANES)
     first = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, _I32(0))
-    return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), ir.Constant(_INTEGERS, [_I32(0)] * LANES))
+    return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), ir.Constant(INTEGERS, [_I32(0)] * LANES))
 
 
 def emit_fma(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
-    return _call(builder, "llvm.fma.v16f32", VECTOR, x, y, z)
+    return emit_call(builder, "llvm.fma.v16f32", VECTOR, x, y, z)
 
 
 def _copy_floats(builder: ir.IRBuilder, source: ir.Value, destination: ir.Value, count: ir.Value) -> None:
@@ -130,8 +136,9 @@ def _select(builder: ir.IRBuilder, comparison: str, x: ir.Value, y: ir.Value, th
     return builder.select(builder.fcmp_ordered(comparison, x, y), then, other)
 
 
-def emit_codes(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    return builder.zext(emit_load(builder, address, ir.VectorType(_I8, LANES), 1), _INTEGERS)
+def emit_words(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """16 words of 32 bits."""
+    return emit_load(builder, address, INTEGERS, 4)
 
 
 def emit_floats(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
@@ -141,40 +148,40 @@ def emit_floats(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
 
 def emit_bf16_floats(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """16 bfloat16, the upper halves of float32."""
-    bits = builder.zext(emit_load(builder, address, ir.VectorType(_I16, LANES), 2), _INTEGERS)
+    bits = builder.zext(emit_load(builder, address, ir.VectorType(_I16, LANES), 2), INTEGERS)
     return builder.bitcast(builder.shl(bits, _integers(16)), VECTOR)
 
 
 def emit_int8_floats(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """16 signed bytes."""
-    return builder.sitofp(builder.sext(emit_load(builder, address, ir.VectorType(_I8, LANES), 1), _INTEGERS), VECTOR)
+    return builder.sitofp(builder.sext(emit_load(builder, address, ir.VectorType(_I8, LANES), 1), INTEGERS), VECTOR)
 
 
-def emit_code_floats(builder: ir.IRBuilder, codes: ir.Value, bits: int, nibble: int) -> ir.Value:
-    """Bytes, or their low (0) or high (1) nibbles, as floats."""
-    if bits == 4:
-        codes = builder.lshr(codes, _integers(4)) if nibble else builder.and_(codes, _integers(15))
+def emit_code_floats(builder: ir.IRBuilder, words: ir.Value, bits: int, index: ir.Value) -> ir.Value:
+    """Bits `bits` * index and following of each word, as floats."""
+    shift = builder.mul(builder.trunc(index, _I32), _I32(bits))
+    codes = builder.and_(builder.lshr(words, emit_splat(builder, shift)), _integers((1 << bits) - 1))
     return builder.sitofp(codes, VECTOR)
 
 
 def _exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    lowest, highest = _constant(-87.3), _constant(88.3)
+    lowest, highest = emit_constant(-87.3), emit_constant(88.3)
     clamped = _select(builder, "<", x, lowest, lowest, x)           # a NaN stays: its comparisons are false
     clamped = _select(builder, ">", clamped, highest, highest, clamped)
     # Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
-    magic = _constant(1.5 * 2.0 ** 23)
-    shifted = emit_fma(builder, clamped, _constant(1 / math.log(2)), magic)
+    magic = emit_constant(1.5 * 2.0 ** 23)
+    shifted = emit_fma(builder, clamped, emit_constant(1 / math.log(2)), magic)
     n = builder.fsub(shifted, magic)
-    r = emit_fma(builder, n, _constant(-0.693359375), clamped)          # ln 2 in two parts, the first exact in n * part
-    r = emit_fma(builder, n, _constant(0.693359375 - math.log(2)), r)
-    p = _constant(0.0013813142)
+    r = emit_fma(builder, n, emit_constant(-0.693359375), clamped)      # ln 2 in two parts, the first exact in n * part
+    r = emit_fma(builder, n, emit_constant(0.693359375 - math.log(2)), r)
+    p = emit_constant(0.0013813142)
     for coefficient in (0.008369419, 0.041668456, 0.16666515, 0.49999994):
-        p = emit_fma(builder, p, r, _constant(coefficient))
-    p = emit_fma(builder, p, builder.fmul(r, r), builder.fadd(r, _constant(1.0)))
-    exponent = builder.shl(builder.add(builder.bitcast(shifted, _INTEGERS), _integers(127)), _integers(23))
+        p = emit_fma(builder, p, r, emit_constant(coefficient))
+    p = emit_fma(builder, p, builder.fmul(r, r), builder.fadd(r, emit_constant(1.0)))
+    exponent = builder.shl(builder.add(builder.bitcast(shifted, INTEGERS), _integers(127)), _integers(23))
     value = builder.fmul(p, builder.bitcast(exponent, VECTOR))
-    value = _select(builder, "<", x, lowest, _constant(0.0), value)
-    return _select(builder, ">", x, highest, _constant(math.inf), value)
+    value = _select(builder, "<", x, lowest, emit_constant(0.0), value)
+    return _select(builder, ">", x, highest, emit_constant(math.inf), value)
 
 
 def _fold(builder: ir.IRBuilder, vector: ir.Value, combine: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
@@ -242,6 +249,12 @@ def store_f32(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None
     emit_store(builder, address, value, 4)
 
 
+@instruction(types.void, types.int64)
+def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
+    """The cache line at an address is wanted soon; any address will do."""
+    emit_prefetch(builder, address)
+
+
 # ---- Vectors in memory
 
 @instruction(F32x16, types.int64)
@@ -253,8 +266,8 @@ def load(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
 @instruction(F32x16, types.int64, types.int64)
 def load_first(builder: ir.IRBuilder, address: ir.Value, count: ir.Value) -> ir.Value:
     """The first `count` (0..16) floats, zeros in the other lanes; memory behind them is not touched."""
-    lanes = cgutils.alloca_once_value(builder, _constant(0.0))
-    builder.store(_constant(0.0), lanes)        # the slot is the function's, not the call's
+    lanes = cgutils.alloca_once_value(builder, emit_constant(0.0))
+    builder.store(emit_constant(0.0), lanes)        # the slot is the function's, not the call's
     _copy_floats(builder, address, builder.ptrtoint(lanes, I64), count)
     return builder.load(lanes, typ=VECTOR)
 
@@ -273,20 +286,20 @@ def store_first(builder: ir.IRBuilder, address: ir.Value, vector: ir.Value, coun
 
 
 @instruction(I32x16, types.int64)
-def load_codes(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    """16 bytes as integers 0..255."""
-    return emit_codes(builder, address)
+def load_words(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """16 words of 32 bits."""
+    return emit_words(builder, address)
 
 
 @instruction(F32x16, types.int64)
 def load_f16(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """16 IEEE halves, exactly, subnormals, infinities and NaN too. By integers: not every processor converts them."""
-    bits = builder.zext(emit_load(builder, address, ir.VectorType(_I16, LANES), 2), _INTEGERS)
+    bits = builder.zext(emit_load(builder, address, ir.VectorType(_I16, LANES), 2), INTEGERS)
     magnitude = builder.shl(builder.and_(bits, _integers(0x7FFF)), _integers(13))
-    value = builder.fmul(builder.bitcast(magnitude, VECTOR), _constant(2.0 ** 112))    # exponent bias 15 -> 127
+    value = builder.fmul(builder.bitcast(magnitude, VECTOR), emit_constant(2.0 ** 112))    # exponent bias 15 -> 127
     special = builder.icmp_unsigned(">=", magnitude, _integers(0x7C00 << 13))           # infinity, NaN
     widened = builder.bitcast(builder.or_(magnitude, _integers(0x7F800000)), VECTOR)
-    value = builder.bitcast(builder.select(special, widened, value), _INTEGERS)
+    value = builder.bitcast(builder.select(special, widened, value), INTEGERS)
     sign = builder.shl(builder.and_(bits, _integers(0x8000)), _integers(16))
     return builder.bitcast(builder.or_(value, sign), VECTOR)
 
@@ -299,7 +312,7 @@ def load_bf16(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
 @instruction(types.void, types.int64, F32x16)
 def store_bf16(builder: ir.IRBuilder, address: ir.Value, vector: ir.Value) -> None:
     """As bfloat16, rounded to nearest, ties to even; a NaN stays one."""
-    bits = builder.bitcast(vector, _INTEGERS)
+    bits = builder.bitcast(vector, INTEGERS)
     is_odd = builder.and_(builder.lshr(bits, _integers(16)), _integers(1))
     rounded = builder.lshr(builder.add(builder.add(bits, _integers(0x7FFF)), is_odd), _integers(16))
     quiet = builder.or_(builder.lshr(bits, _integers(16)), _integers(0x40))
@@ -310,11 +323,11 @@ def store_bf16(builder: ir.IRBuilder, address: ir.Value, vector: ir.Value) -> No
 @instruction(types.void, types.int64, F32x16)
 def store_int8(builder: ir.IRBuilder, address: ir.Value, vector: ir.Value) -> None:
     """As signed bytes -127..127, rounded to nearest, ties to even. No NaN."""
-    low, high = _constant(-127.0), _constant(127.0)
+    low, high = emit_constant(-127.0), emit_constant(127.0)
     clamped = _select(builder, "<", vector, low, low, vector)
     clamped = _select(builder, ">", clamped, high, high, clamped)
     # Adding 1.5 * 2^23 rounds to an integer and leaves it, in two's complement, in the low bits.
-    shifted = builder.bitcast(builder.fadd(clamped, _constant(1.5 * 2.0 ** 23)), _INTEGERS)
+    shifted = builder.bitcast(builder.fadd(clamped, emit_constant(1.5 * 2.0 ** 23)), INTEGERS)
     emit_store(builder, address, builder.trunc(shifted, ir.VectorType(_I8, LANES)), 1)
 
 
@@ -342,21 +355,16 @@ def splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
     return emit_splat(builder, scalar)
 
 
-@instruction(F32x16, I32x16)
-def to_float(builder: ir.IRBuilder, codes: ir.Value) -> ir.Value:
-    return emit_code_floats(builder, codes, 8, 0)
+@instruction(F32x16, I32x16, types.int64)
+def nibble(builder: ir.IRBuilder, words: ir.Value, index: ir.Value) -> ir.Value:
+    """Bits 4 index .. 4 index + 3 of each word, as floats."""
+    return emit_code_floats(builder, words, 4, index)
 
 
-@instruction(F32x16, I32x16)
-def low_nibble(builder: ir.IRBuilder, codes: ir.Value) -> ir.Value:
-    """Bits 0..3 of each byte, as floats."""
-    return emit_code_floats(builder, codes, 4, 0)
-
-
-@instruction(F32x16, I32x16)
-def high_nibble(builder: ir.IRBuilder, codes: ir.Value) -> ir.Value:
-    """Bits 4..7 of each byte, as floats."""
-    return emit_code_floats(builder, codes, 4, 1)
+@instruction(F32x16, I32x16, types.int64)
+def byte(builder: ir.IRBuilder, words: ir.Value, index: ir.Value) -> ir.Value:
+    """Bits 8 index .. 8 index + 7 of each word, as floats."""
+    return emit_code_floats(builder, words, 8, index)
 
 
 @instruction(F32x16, F32x16, F32x16, F32x16)
@@ -368,12 +376,12 @@ def fma(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Valu
 @instruction(types.float32, types.float32, types.float32, types.float32)
 def scalar_fma(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
     """x * y + z, rounded once."""
-    return _call(builder, "llvm.fma.f32", F32, x, y, z)
+    return emit_call(builder, "llvm.fma.f32", F32, x, y, z)
 
 
 @instruction(F32x16, F32x16)
 def absolute(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    return _call(builder, "llvm.fabs.v16f32", VECTOR, x)
+    return emit_call(builder, "llvm.fabs.v16f32", VECTOR, x)
 
 
 @instruction(F32x16, F32x16, F32x16)
@@ -424,15 +432,15 @@ def exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
 def tanh(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """Relative error below 3e-7; NaN for NaN. An odd minimax polynomial near 0, by `exp` elsewhere."""
     square = builder.fmul(x, x)
-    p = _constant(-0.005681279)
+    p = emit_constant(-0.005681279)
     for coefficient in (0.020618621, -0.053733695, 0.13331373, -0.3333328):
-        p = emit_fma(builder, p, square, _constant(coefficient))
+        p = emit_fma(builder, p, square, emit_constant(coefficient))
     near = emit_fma(builder, builder.fmul(p, square), x, x)
-    size = _call(builder, "llvm.fabs.v16f32", VECTOR, x)
-    denominator = builder.fadd(_exp(builder, builder.fadd(size, size)), _constant(1.0))
-    far = builder.fsub(_constant(1.0), builder.fdiv(_constant(2.0), denominator))
-    far = _call(builder, "llvm.copysign.v16f32", VECTOR, far, x)
-    return _select(builder, "<", size, _constant(0.625), near, far)
+    size = emit_call(builder, "llvm.fabs.v16f32", VECTOR, x)
+    denominator = builder.fadd(_exp(builder, builder.fadd(size, size)), emit_constant(1.0))
+    far = builder.fsub(emit_constant(1.0), builder.fdiv(emit_constant(2.0), denominator))
+    far = emit_call(builder, "llvm.copysign.v16f32", VECTOR, far, x)
+    return _select(builder, "<", size, emit_constant(0.625), near, far)
 
 
 # ---- Threads
@@ -454,15 +462,21 @@ def pause(builder: ir.IRBuilder) -> None:
     """Tells the processor that this is a waiting loop."""
     machine = platform.machine().lower()
     if machine in ("x86_64", "amd64", "i686"):
-        _call(builder, "llvm.x86.sse2.pause", ir.VoidType())
+        emit_call(builder, "llvm.x86.sse2.pause", ir.VoidType())
     elif machine in ("arm64", "aarch64"):
-        _call(builder, "llvm.aarch64.hint", ir.VoidType(), _I32(1))
+        emit_call(builder, "llvm.aarch64.hint", ir.VoidType(), _I32(1))
+
+
+@instruction(types.int64)
+def cycles(builder: ir.IRBuilder) -> ir.Value:
+    """A clock that ticks evenly and costs next to nothing; where the processor has none that may be read, 0."""
+    return emit_call(builder, "llvm.readcyclecounter", I64)
 
 
 @instruction(types.void)
 def yield_thread(builder: ir.IRBuilder) -> None:
     """Lets another thread have this core."""
-    _call(builder, "SwitchToThread" if sys.platform == "win32" else "sched_yield", _I32)
+    emit_call(builder, "SwitchToThread" if sys.platform == "win32" else "sched_yield", _I32)
 
 
 @instruction(types.void, types.int64, types.int64, types.int64, types.int64, types.int64)

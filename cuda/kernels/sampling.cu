@@ -25,7 +25,7 @@ constexpr int RESULT_FLOATS = 1 + MAX_TOP;      // logprob of the token, of the 
 constexpr float LARGEST_LOGIT = 3.402823466e38f;
 
 enum Status { SAMPLED, NOT_A_NUMBER, INFINITE, ALL_MINUS_INFINITE, ALL_MASKED };
-enum Flag { PENALIZED = 1, REPEATS = 2, BIASED = 4, STOPS = 8, GREEDY = 16 };
+enum Flag { PENALIZED = 1, REPEATS = 2, BIASED = 4, STOPS = 8, GREEDY = 16, FORBIDS = 32 };
 enum Bits { PROMPT_BITS, BIAS_BITS, STOP_BITS, NUM_BITS };
 constexpr uint32_t KEY_OF_INFINITY = 0xff800000u;
 constexpr uint32_t KEY_OF_MINUS_INFINITY = 0x007fffffu;
@@ -34,7 +34,7 @@ constexpr uint32_t KEY_OF_MINUS_INFINITY = 0x007fffffu;
 struct Parameters {
     double temperature, top_p, min_p, repetition, frequency, presence;
     uint64_t seed;
-    int choice, top_k, num_top, flags, num_prompt_tokens, min_tokens, num_biases, unused[3];
+    int choice, top_k, num_top, flags, num_prompt_tokens, min_tokens, num_biases, num_bad_words, unused[2];
 };
 constexpr int PARAMETER_WORDS = sizeof(Parameters) / 4;
 
@@ -46,6 +46,7 @@ struct Row {
     const uint32_t* biased;
     const uint32_t* stops;
     const uint32_t* allowed;
+    const uint32_t* forbidden;
     const int* bias_ids;                        // ascending
     const double* biases;
     int vocab;
@@ -87,7 +88,8 @@ __device__ __noinline__ float penalize(float raw, int id, int count, bool is_see
 // The logit after penalties, bias and masks.
 DEV float score(const Row& row, int id, float raw) {
     if (!row.changed) return raw;
-    if ((row.allowed != nullptr && !has_bit(row.allowed, id)) || has_bit(row.stops, id)) return NEG_INF;
+    if ((row.allowed != nullptr && !has_bit(row.allowed, id)) || has_bit(row.stops, id) || has_bit(row.forbidden, id))
+        return NEG_INF;
     const int count = row.counts != nullptr ? row.counts[id] : 0;
     const bool is_seen = count > 0 || has_bit(row.prompt, id), is_biased = has_bit(row.biased, id);
     if (!is_seen && !is_biased) return raw;
@@ -419,18 +421,37 @@ DEV int draw(const Row& row, const Shared& shared, float best, int position) {
     return find_token<false>(row, shared, kept_weight, place);
 }
 
+// Bad words of several tokens: the last one of each is forbidden while the output ends with those before it.
+// words: the places where they begin, and where the last one ends; then their ids. tokens: behind the output.
+// NOTE: forbidden has no bit of a last one but what was set here for the token before.
+DEV void forbid_last_tokens(uint32_t* forbidden, const int* words, int num_words, const int* tokens, int num_output) {
+    for (int i = threadIdx.x; i < num_words; i += blockDim.x) {
+        const int last = words[words[i + 1] - 1];
+        atomicAnd(&forbidden[last >> 5], ~(1u << (last & 31)));
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < num_words; i += blockDim.x) {
+        const int begin = words[i], last = words[i + 1] - 1, length = last - begin;
+        bool is_there = length <= num_output;
+        for (int j = 0; is_there && j < length; j++) is_there = tokens[j - length] == words[begin + j];
+        if (is_there) atomicOr(&forbidden[words[last] >> 5], 1u << (words[last] & 31));
+    }
+    __syncthreads();
+}
+
 // A token for every row r of logits [R, V] whose slot slots[r] is not below 0, at positions[r] of its sequence: into
-// results [R, RESULT_INTS] and logprobs [R, RESULT_FLOATS] (0 where not asked for), tokens [slots, tokens_width] and
-// counts [slots, V].
+// results [R, RESULT_INTS] and logprobs [R, RESULT_FLOATS] (0 where not asked for), tokens [slots, tokens_width],
+// counts [slots, V] and, of bad words of several tokens, forbidden [slots, words].
 // parameters [slots, PARAMETER_WORDS]; bits [slots, NUM_BITS, words]; bias_ids, biases [slots, max_biases];
+// bad_words [slots, max_bad_words];
 // allowed [masks, words] and allowed_rows [R], -1: everything is; both may be null.
 __global__ void __launch_bounds__(512, 1)
     sample(int* __restrict__ results, float* __restrict__ logprobs, int* __restrict__ tokens,
-           uint16_t* __restrict__ counts, const float* __restrict__ logits, const int* __restrict__ slots,
-           const int* __restrict__ positions, const uint32_t* __restrict__ parameters,
+           uint16_t* __restrict__ counts, uint32_t* __restrict__ forbidden, const float* __restrict__ logits,
+           const int* __restrict__ slots, const int* __restrict__ positions, const uint32_t* __restrict__ parameters,
            const uint32_t* __restrict__ bits, const int* __restrict__ bias_ids, const double* __restrict__ biases,
-           const uint32_t* __restrict__ allowed, const int* __restrict__ allowed_rows, int vocab, int tokens_width,
-           int max_biases) {
+           const int* __restrict__ bad_words, const uint32_t* __restrict__ allowed,
+           const int* __restrict__ allowed_rows, int vocab, int tokens_width, int max_biases, int max_bad_words) {
     SHARED_ARRAY(uint64_t, room, [3 * BINS / 2]);
     SHARED_ARRAY(uint64_t, segments, [MAX_SEGMENTS]);
     SHARED_ARRAY(uint64_t, scratch, [32]);
@@ -445,6 +466,10 @@ __global__ void __launch_bounds__(512, 1)
     const int flags = own->flags;
     const bool masks_stops = flags & STOPS && position - own->num_prompt_tokens < own->min_tokens;
     const int mask = allowed != nullptr ? allowed_rows[blockIdx.x] : -1;
+    uint32_t* own_forbidden = forbidden + (size_t)slot * words;
+    if (own->num_bad_words > 0)
+        forbid_last_tokens(own_forbidden, bad_words + (size_t)slot * max_bad_words, own->num_bad_words,
+                           tokens + (size_t)slot * tokens_width + position, position - own->num_prompt_tokens);
     Row row;
     row.logits = logits + (size_t)blockIdx.x * vocab;
     row.parameters = own;
@@ -453,10 +478,11 @@ __global__ void __launch_bounds__(512, 1)
     row.biased = flags & BIASED ? own_bits + BIAS_BITS * words : nullptr;
     row.stops = masks_stops ? own_bits + STOP_BITS * words : nullptr;
     row.allowed = mask >= 0 ? allowed + (size_t)mask * words : nullptr;
+    row.forbidden = flags & FORBIDS ? own_forbidden : nullptr;
     row.bias_ids = bias_ids + (size_t)slot * max_biases;
     row.biases = biases + (size_t)slot * max_biases;
     row.vocab = vocab;
-    row.changed = flags & (PENALIZED | BIASED) || row.stops != nullptr || row.allowed != nullptr;
+    row.changed = flags & (PENALIZED | BIASED | FORBIDS) || row.stops != nullptr || row.allowed != nullptr;
 
     int* result = results + (size_t)blockIdx.x * RESULT_INTS;
     float* result_logprobs = logprobs + (size_t)blockIdx.x * RESULT_FLOATS;

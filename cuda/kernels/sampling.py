@@ -9,7 +9,9 @@ from numpy.typing import NDArray
 
 from cuda.kernels.kernel_spec import Case, Instance, KernelSpec, launch
 from cuda.kernels.sampling_state import (
+    BAD_WORD_INTS,
     BIASED,
+    FORBIDS,
     GREEDY,
     MAX_BIASES,
     MAX_TOP,
@@ -42,15 +44,17 @@ REASONS = ("", "logits are not finite: NaN", "logits are not finite: +inf", "log
 
 
 def sample(launcher: Launcher, results: DeviceArray, logprobs: DeviceArray, tokens: DeviceArray, counts: DeviceArray,
-           logits: DeviceArray, slots: DeviceArray, positions: DeviceArray, parameters: DeviceArray, bits: DeviceArray,
-           bias_ids: DeviceArray, biases: DeviceArray, allowed: DeviceArray | None = None,
+           forbidden: DeviceArray, logits: DeviceArray, slots: DeviceArray, positions: DeviceArray,
+           parameters: DeviceArray, bits: DeviceArray, bias_ids: DeviceArray, biases: DeviceArray,
+           bad_words: DeviceArray, allowed: DeviceArray | None = None,
            allowed_rows: DeviceArray | None = None) -> None:
     """A token a row of logits float32 [R, V]; of a row whose slot is below 0 nothing is read or written.
 
     Written: results int32 [R, 24] (token id; status, an index into REASONS; length of the list of best tokens, -1
     where nothing is reported; 0; the list's ids); logprobs float32 [R, 21] (of the token, of the list; 0 where not
-    asked for); tokens int32 [slots, W] at (slot, position), 0 for a failed row; counts of a penalized sequence.
-    Read: slots, positions int32 [R], no slot twice; the state of `sampling_state`, counts belonging to it; allowed
+    asked for); tokens int32 [slots, W] at (slot, position), 0 for a failed row; counts of a penalized sequence, and
+    what is forbidden of one with bad words.
+    Read: slots, positions int32 [R], no slot twice; the state of `sampling_state`, those two belonging to it; allowed
     uint32 [masks, V / 32] (see `pack_bits`) and allowed_rows int32 [R]: the row's mask, below 0 where every token is
     allowed.
 
@@ -65,7 +69,7 @@ def sample(launcher: Launcher, results: DeviceArray, logprobs: DeviceArray, toke
         **state_shapes(num_slots, vocab_size)}
     arrays = {"results": results, "logprobs": logprobs, "tokens": tokens, "counts": counts, "logits": logits,
               "slots": slots, "positions": positions, "parameters": parameters, "bits": bits, "bias_ids": bias_ids,
-              "biases": biases}
+              "biases": biases, "forbidden": forbidden, "bad_words": bad_words}
     if (allowed is None) != (allowed_rows is None):
         raise ValueError("allowed and allowed_rows come together")
     if allowed is not None:
@@ -80,8 +84,9 @@ def sample(launcher: Launcher, results: DeviceArray, logprobs: DeviceArray, toke
         raise ValueError(f"a vocabulary of {vocab_size}, at most {MAX_VOCAB}")
     threads = MAX_THREADS if vocab_size > 8192 else 256 if vocab_size > 512 else 64
     launch(launcher, "sampling.cu", "sample", (num_rows,), threads,
-           (results, logprobs, tokens, counts, logits, slots, positions, parameters, bits, bias_ids, biases, allowed,
-            allowed_rows, np.int32(vocab_size), np.int32(tokens_width), np.int32(MAX_BIASES)))
+           (results, logprobs, tokens, counts, forbidden, logits, slots, positions, parameters, bits, bias_ids, biases,
+            bad_words, allowed, allowed_rows, np.int32(vocab_size), np.int32(tokens_width), np.int32(MAX_BIASES),
+            np.int32(BAD_WORD_INTS)))
 
 
 # ---- Specification and cases
@@ -103,6 +108,9 @@ def _sample_row(logits: NDArray[np.float32], position: int, state: Arrays, slot:
         masked |= set(_ids(bits[STOP_BITS], vocab_size))
     if allowed is not None:
         masked |= set(range(vocab_size)) - set(_ids(allowed, vocab_size))
+    _forbid_last_tokens(state, parameters, slot, position)
+    if flags & FORBIDS:
+        masked |= set(_ids(state["forbidden"][slot], vocab_size))
     num_biases = int(parameters["num_biases"]) if flags & BIASED else 0
     sampling = SlotSampling(
         temperature=0.0 if flags & GREEDY else float(parameters["temperature"]), top_k=int(parameters["top_k"]),
@@ -129,6 +137,18 @@ def _sample_row(logits: NDArray[np.float32], position: int, state: Arrays, slot:
     for place, (token_id, logprob) in enumerate(sampled.top_logprobs[0]):
         result[4 + place], logprobs[1 + place] = token_id, logprob
     return result, logprobs, bool(flags & PENALIZED)
+
+
+def _forbid_last_tokens(state: Arrays, parameters: Any, slot: int, position: int) -> None:
+    forbidden, words = state["forbidden"][slot], state["bad_words"][slot].tolist()
+    places = words[:parameters["num_bad_words"] + 1]
+    known = state["tokens"][slot, parameters["num_prompt_tokens"]:position].tolist()
+    held = [words[begin:end] for begin, end in zip(places, places[1:], strict=False)]
+    for *_, last in held:
+        forbidden[last // 32] &= ~np.uint32(1 << last % 32)
+    for *first, last in held:
+        if known[max(0, len(known) - len(first)):] == first:
+            forbidden[last // 32] |= np.uint32(1 << last % 32)
 
 
 def _reference(allowed: NDArray[np.uint32] | None = None, allowed_rows: Ints | None = None,
@@ -182,8 +202,8 @@ SPEC = KernelSpec(
     instances=(Instance("sample", MAX_THREADS, 128, 34 * 1024),),
     run=sample,
     reference=_reference,
-    outputs=("results", "logprobs", "tokens", "counts"),
-    in_place=("results", "logprobs", "tokens", "counts"),   # of a row without a slot they stay as they are
+    outputs=("results", "logprobs", "tokens", "counts", "forbidden"),
+    in_place=("results", "logprobs", "tokens", "counts", "forbidden"),  # of a row without a slot they stay as they are
     cases=(
         _case(33), _case(100, "rounded"), _case(500, "faults"), _case(1003, masks=3), _case(2600, "rounded"),
         _case(2400, "close"), _case(128256, large=True), _case(151936, "rounded", masks=4, large=True),

@@ -16,16 +16,20 @@ from cuda.sampler import SlotSampling
 THREADS = 256
 MAX_BIASES = 1024                           # of a sequence
 MAX_TOP = 20                                # tokens whose logprobs can be reported beside the chosen one's
+MAX_BAD_WORDS = 256                         # of several tokens, every spelling
+MAX_BAD_WORD_IDS = 1024                     # tokens of them all
+BAD_WORD_INTS = 1 + MAX_BAD_WORDS + MAX_BAD_WORD_IDS
 MAX_COUNT = 0xFFFF                          # a token's frequency penalty grows no more after so many times
 
-PENALIZED, REPEATS, BIASED, STOPS, GREEDY = 1, 2, 4, 8, 16
+PENALIZED, REPEATS, BIASED, STOPS, GREEDY, FORBIDS = 1, 2, 4, 8, 16, 32
 PROMPT_BITS, BIAS_BITS, STOP_BITS, NUM_BITS = range(4)
 
 # Parameters of sampling.cu.
 PARAMETERS = np.dtype([
     ("temperature", "<f8"), ("top_p", "<f8"), ("min_p", "<f8"), ("repetition", "<f8"), ("frequency", "<f8"),
     ("presence", "<f8"), ("seed", "<u8"), ("choice", "<i4"), ("top_k", "<i4"), ("num_top", "<i4"), ("flags", "<i4"),
-    ("num_prompt_tokens", "<i4"), ("min_tokens", "<i4"), ("num_biases", "<i4"), ("unused", "<i4", 3)])
+    ("num_prompt_tokens", "<i4"), ("min_tokens", "<i4"), ("num_biases", "<i4"), ("num_bad_words", "<i4"),
+    ("unused", "<i4", 2)])
 PARAMETER_WORDS = PARAMETERS.itemsize // 4
 
 Arrays = dict[str, NDArray[Any]]
@@ -39,6 +43,8 @@ def state_shapes(num_slots: int, vocab_size: int) -> dict[str, tuple[tuple[int, 
         "bits": ((num_slots, NUM_BITS, num_words(vocab_size)), np.uint32),  # of tokens: prompt, with a bias, stop ids
         "bias_ids": ((num_slots, MAX_BIASES), np.int32),                    # ascending
         "biases": ((num_slots, MAX_BIASES), np.float64),
+        "forbidden": ((num_slots, num_words(vocab_size)), np.uint32),       # bits of tokens, for ever or for now
+        "bad_words": ((num_slots, BAD_WORD_INTS), np.int32),                # places of words of several ids, then these
     }
 
 
@@ -55,13 +61,15 @@ def pack_bits(token_ids: NDArray[Any], vocab_size: int) -> NDArray[np.uint32]:
 
 
 def start_slots(launcher: Launcher, parameters: DeviceArray, counts: DeviceArray, bits: DeviceArray,
-                bias_ids: DeviceArray, biases: DeviceArray, records: DeviceArray, num_records: int) -> None:
+                bias_ids: DeviceArray, biases: DeviceArray, forbidden: DeviceArray, bad_words: DeviceArray,
+                records: DeviceArray, num_records: int) -> None:
     """Sequences enter their slots. The state as in `state_shapes`; records int32: what `join_records` has made.
 
     Raises: ValueError naming shapes or types.
     """
     num_slots, vocab_size = counts.shape
-    state = {"parameters": parameters, "counts": counts, "bits": bits, "bias_ids": bias_ids, "biases": biases}
+    state = {"parameters": parameters, "counts": counts, "bits": bits, "bias_ids": bias_ids, "biases": biases,
+             "forbidden": forbidden, "bad_words": bad_words}
     for name, (shape, dtype) in state_shapes(num_slots, vocab_size).items():
         array = state[name]
         if array.dtype != dtype or array.shape != shape:
@@ -69,15 +77,16 @@ def start_slots(launcher: Launcher, parameters: DeviceArray, counts: DeviceArray
     if records.dtype != np.int32 or records.shape[0] < num_records:
         raise ValueError(f"records are {records.dtype}{list(records.shape)}, not int32 of {num_records} and more")
     launch(launcher, "sampling_state.cu", "start_slots", (num_records,), THREADS,
-           (parameters, counts, bits, bias_ids, biases, records, np.int32(vocab_size), np.int32(MAX_BIASES)))
+           (parameters, counts, bits, bias_ids, biases, forbidden, bad_words, records, np.int32(vocab_size),
+            np.int32(MAX_BIASES), np.int32(BAD_WORD_INTS)))
 
 
 def make_record(slot: int, sampling: SlotSampling, token_ids: Sequence[int], num_prompt_tokens: int,
                 vocab_size: int) -> Ints:
     """What `start_slots` is told of a sequence, whose known tokens are token_ids.
 
-    Raises: ValueError for an id in logit_bias or (with a penalty) token_ids outside the vocabulary, and for more
-    biases or logprobs than the kernel holds.
+    Raises: ValueError for an id in logit_bias, allowed_ids, bad_words or (with a penalty) token_ids outside the
+    vocabulary, and for more biases, bad words or logprobs than the kernel holds.
     """
     repeats = sampling.repetition_penalty != 1.0
     penalized = repeats or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
@@ -90,6 +99,7 @@ def make_record(slot: int, sampling: SlotSampling, token_ids: Sequence[int], num
         raise ValueError(f"logit_bias: {len(biases)} tokens, at most {MAX_BIASES}")
     if sampling.logprobs is not None and sampling.logprobs > MAX_TOP:
         raise ValueError(f"logprobs: {sampling.logprobs}, at most {MAX_TOP}")
+    forbidden, words = _forbidden(sampling, vocab_size)
     # A stop id outside the vocabulary can never be sampled: there is nothing to mask.
     stop_ids = np.array([stop_id for stop_id in sampling.stop_ids if 0 <= stop_id < vocab_size], np.int32)
     prompt_bits, counted = np.zeros(0, np.uint32), np.zeros((0, 2), np.int32)
@@ -110,14 +120,50 @@ def make_record(slot: int, sampling: SlotSampling, token_ids: Sequence[int], num
             ("choice", sampling.choice), ("top_k", sampling.top_k if 0 < sampling.top_k < vocab_size else 0),
             ("num_top", -1 if sampling.logprobs is None else sampling.logprobs),
             ("flags", PENALIZED * penalized | REPEATS * repeats | BIASED * bool(biases) | STOPS * bool(len(stop_ids))
-             | GREEDY * sampling.greedy),
+             | GREEDY * sampling.greedy | FORBIDS * bool(len(forbidden) or words)),
             ("num_prompt_tokens", num_prompt_tokens), ("min_tokens", sampling.min_tokens),
-            ("num_biases", len(biases))):
+            ("num_biases", len(biases)), ("num_bad_words", len(words))):
         parameters[name] = value
-    header = [slot, len(prompt_bits), len(counted) if penalized else -1, len(biases), len(stop_ids)]
+    bad_words = _laid_out(words)
+    header = [slot, len(prompt_bits), len(counted) if penalized else -1, len(biases), len(stop_ids), len(forbidden),
+              len(bad_words)]
     values = np.array([biases[token_id] for token_id in bias_ids.tolist()], np.float64)
     return np.concatenate([np.array(header, np.int32), parameters.view(np.int32), prompt_bits.view(np.int32),
-                           counted.reshape(-1), bias_ids.astype(np.int32), values.view(np.int32), stop_ids])
+                           counted.reshape(-1), bias_ids.astype(np.int32), values.view(np.int32), stop_ids,
+                           forbidden.view(np.int32), bad_words])
+
+
+def _forbidden(sampling: SlotSampling, vocab_size: int) -> tuple[NDArray[np.uint32], list[tuple[int, ...]]]:
+    """Bits of the tokens that are never sampled, none where every one may be; and the bad words of several tokens,
+    less those that can never be complete.
+
+    NOTE: so the last token of a word is none of the bits: the kernel may clear it.
+    """
+    flags = np.zeros(vocab_size, np.bool_)
+    if sampling.allowed_ids is not None:
+        allowed = np.array(sampling.allowed_ids, np.int64)
+        _check_vocab("allowed_ids", allowed, vocab_size)
+        flags[:] = True
+        flags[allowed] = False
+    for word in sampling.bad_words:
+        _check_vocab("bad_words", np.array(word, np.int64), vocab_size)
+        if len(word) == 1:
+            flags[word[0]] = True
+    words = [word for word in sampling.bad_words if len(word) > 1 and not flags[list(word)].any()]
+    num_ids = sum(map(len, words))
+    if len(words) > MAX_BAD_WORDS or num_ids > MAX_BAD_WORD_IDS:
+        raise ValueError(f"bad_words: {len(words)} with {num_ids} tokens, at most {MAX_BAD_WORDS} with "
+                         f"{MAX_BAD_WORD_IDS}")
+    bits = pack_bits(np.flatnonzero(flags), vocab_size) if flags.any() else np.zeros(0, np.uint32)
+    return bits, words
+
+
+def _laid_out(words: Sequence[tuple[int, ...]]) -> Ints:
+    """Where each begins and the last one ends, then their ids. Nothing of no words."""
+    if not words:
+        return np.zeros(0, np.int32)
+    places = np.cumsum([len(words) + 1, *map(len, words)])
+    return np.concatenate([places, *words]).astype(np.int32)
 
 
 def join_records(records: Sequence[Ints]) -> Ints:
@@ -141,10 +187,11 @@ def empty_state(num_slots: int, vocab_size: int) -> Arrays:
 def enter(state: Arrays, record: Ints) -> None:
     """What `start_slots` does with one record."""
     vocab_size = state["counts"].shape[1]
-    slot, num_prompt_words, num_counts, num_biases, num_stops = record[:5].tolist()
-    sizes = [PARAMETER_WORDS, num_prompt_words, 2 * max(num_counts, 0), num_biases, 2 * num_biases, num_stops]
-    parameters, prompt_bits, counted, bias_ids, biases, stop_ids = np.split(
-        record[5:5 + sum(sizes)], np.cumsum(sizes)[:-1])
+    slot, num_prompt_words, num_counts, num_biases, num_stops, num_forbidden, num_bad_words = record[:7].tolist()
+    sizes = [PARAMETER_WORDS, num_prompt_words, 2 * max(num_counts, 0), num_biases, 2 * num_biases, num_stops,
+             num_forbidden, num_bad_words]
+    parameters, prompt_bits, counted, bias_ids, biases, stop_ids, forbidden, bad_words = np.split(
+        record[7:7 + sum(sizes)], np.cumsum(sizes)[:-1])
     state["parameters"][slot] = parameters.view(np.uint32)
     bits = state["bits"][slot]
     bits[PROMPT_BITS] = 0
@@ -153,6 +200,9 @@ def enter(state: Arrays, record: Ints) -> None:
     if num_counts >= 0:
         state["counts"][slot] = 0
         state["counts"][slot, counted[::2]] = counted[1::2]
+    state["forbidden"][slot] = 0
+    state["forbidden"][slot, :num_forbidden] = forbidden.view(np.uint32)
+    state["bad_words"][slot, :num_bad_words] = bad_words
     state["bias_ids"][slot, :num_biases], state["biases"][slot, :num_biases] = bias_ids, biases.view(np.float64)
 
 
@@ -176,7 +226,10 @@ def samplings_for_cases(vocab_size: int) -> list[SlotSampling]:
         {"min_tokens": 1000, "stop_ids": tuple(range(0, vocab_size, 2))},
         {"min_tokens": 1, "stop_ids": (0, vocab_size)},
         {"temperature": 1.1, "top_k": 40, "top_p": 0.8, "min_p": 0.01, "repetition_penalty": 0.8, "logprobs": 5,
-         "frequency_penalty": 0.1, "min_tokens": 1000, "stop_ids": (1, 2), "logit_bias": ((3, 1.0), (3, 0.5))}]
+         "frequency_penalty": 0.1, "min_tokens": 1000, "stop_ids": (1, 2), "logit_bias": ((3, 1.0), (3, 0.5))},
+        {"allowed_ids": tuple(range(1, vocab_size, 3)), "temperature": 1.0, "logprobs": 2},
+        {"bad_words": ((0,), (vocab_size - 1,), (5, 0), (4, 5), (6, 5, 4), (5, 5)), "temperature": 1.0},
+        {"allowed_ids": (2, 3, 4, 5), "bad_words": tuple((i, 3) for i in range(2, 6)), "frequency_penalty": 0.5}]
     return [SlotSampling(**{**neutral, **change}) for change in changes]
 
 
@@ -202,7 +255,7 @@ SPEC = KernelSpec(
     instances=(Instance("start_slots", THREADS, 48),),
     run=start_slots,
     reference=_reference,
-    outputs=("parameters", "counts", "bits", "bias_ids", "biases"),
-    in_place=("parameters", "counts", "bits", "bias_ids", "biases"),
+    outputs=("parameters", "counts", "bits", "bias_ids", "biases", "forbidden", "bad_words"),
+    in_place=("parameters", "counts", "bits", "bias_ids", "biases", "forbidden", "bad_words"),
     cases=(_case(41), _case(1000), _case(128256, large=True)),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +48,7 @@ class Call:
     choice: int
     state: str = "waiting"                      # waiting, running, finished, aborted
     num_deltas: int = 0
+    template: tuple[bool, bool, Mapping[str, Any]] = (True, False, {})
     asker: dict[str, Any] = field(default_factory=dict)
 
 
@@ -86,9 +87,11 @@ class FakeEngine(Recorder):
         yield cls()
 
     async def generate(self, prompt: PromptInput, sampling: SamplingParams | None = None, *, choice: int = 0,
-                       add_generation_prompt: bool = True, **asker: Any) -> AsyncIterator[TextDelta]:
+                       add_generation_prompt: bool = True, continue_final_message: bool = False,
+                       chat_template_kwargs: Mapping[str, Any] | None = None, **asker: Any) -> AsyncIterator[TextDelta]:
         sampling = sampling or self.default_sampling()
-        call = Call(prompt, sampling, choice, asker=asker)
+        template = (add_generation_prompt, continue_final_message, chat_template_kwargs or {})
+        call = Call(prompt, sampling, choice, template=template, asker=asker)
         self.calls.append(call)
         self.note()
         try:
@@ -125,6 +128,23 @@ class FakeEngine(Recorder):
 
     def default_sampling(self, **changes: Any) -> SamplingParams:
         return SamplingParams(**{**self.info.default_sampling, **changes})
+
+    async def tokenize(self, prompt: PromptInput, *, add_special_tokens: bool = True,
+                       **template: Any) -> list[int]:
+        """NOTE: the beginning of every text is EOS here."""
+        if prompt == "":
+            return []
+        return [EOS, *self._encode(prompt, self.default_sampling())[1]] if add_special_tokens and isinstance(
+            prompt, str) else list(self._encode(prompt, self.default_sampling())[1])
+
+    async def render(self, messages: Sequence[dict[str, Any]], **template: Any) -> str:
+        return f"{self._encode(messages, self.default_sampling())[0]} {template}"
+
+    def token_name(self, token_id: int) -> str:
+        return f"<{token_id}>"
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        return self.decode(token_ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token_id for token_id in token_ids if token_id < 256).decode("utf-8", "replace")

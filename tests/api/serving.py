@@ -13,9 +13,10 @@ from typing import Any, TypeVar, cast
 
 import uvicorn
 
+from api.connections import connections
 from api.engine import Engine
 from api.server import create_app
-from api.service import Service
+from api.service import DoorConfig, Service
 from tests.api.fake_engine import FakeEngine
 
 T = TypeVar("T")
@@ -66,13 +67,14 @@ def request(port: int, method: str, path: str, body: Any = None, headers: dict[s
 class Server:
     """`service` behind uvicorn on a free port of the loopback interface."""
 
-    def __init__(self) -> None:
-        self.service = Service()
+    def __init__(self, config: DoorConfig | None = None) -> None:
+        self.service = Service(config)
+        self.app = create_app(self.service)
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._socket.getsockname()[1]
         self._uvicorn = uvicorn.Server(uvicorn.Config(
-            create_app(self.service), log_config=None, access_log=False, lifespan="off",
-            timeout_graceful_shutdown=5))
+            self.app, http=connections(self.service.config.idle_timeout_s), log_config=None,
+            access_log=False, lifespan="off", timeout_graceful_shutdown=5))
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
 
     def __enter__(self) -> Server:

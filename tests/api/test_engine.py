@@ -510,6 +510,7 @@ def test_leaving_the_engine_ends_open_requests_and_its_threads() -> None:
     ({"kv_dtype": "fp4"}, "kv_dtype must be auto, float32, bf16, fp16, int8, fp8, got 'fp4'"),
     ({"kv_dtype": "fp8", "device": "cpu"}, "kv_dtype fp8: the host back end has float32, bf16, int8"),
     ({"kv_dtype": "int8", "kv_cache_memory": 15 * BLOCK_BYTES_OF["int8"]}, "256 tokens needs .* which holds 240"),
+    ({"host_math": "int16"}, "host_math int16 is for device cpu: device reference has one arithmetic only"),
 ])
 def test_settings_that_cannot_be_served_are_refused(config: dict[str, Any], message: str) -> None:
     settings = {"model": str(MODELS / "llama"), "device": "reference", **config}
@@ -518,6 +519,14 @@ def test_settings_that_cannot_be_served_are_refused(config: dict[str, Any], mess
         with pytest.raises(ValueError, match=message):
             async with Engine.start(**settings):
                 pass
+
+    run(main)
+
+
+def test_the_start_says_which_arithmetic_and_why() -> None:
+    async def main() -> None:
+        async with tiny("cpu", host_math="exact") as engine:
+            assert engine.info.device_reason == "as asked; exact arithmetic (as asked)"
 
     run(main)
 

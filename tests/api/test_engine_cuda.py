@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,13 @@ from api.metrics import Metrics
 from cuda.device_runner import DeviceRunner
 from cuda.devices import Gpu
 from cuda.launcher import DeviceLost
-from tests.api import test_engine, test_engine_cache
+from tests.api import test_engine, test_engine_cache, test_engine_parameters
 from tests.api.test_engine import BLOCK_BYTES, GREEDY, MODELS, SEEDED, facts, idle, prompts, run, tiny
 from tests.api.test_engine_cache import ids
+from tests.cuda.test_golden_models import quantized
 from tests.cuda_emulator.build import unavailable
 from tests.cuda_emulator.launcher import EmulatorLauncher
+from weights.load import ModelFile
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
@@ -51,6 +54,14 @@ def test_evicted_swapped_and_preempted_equal_undisturbed(model: str, overlap: in
 ], ids=lambda test: test.__name__)
 def test_as_on_the_other_back_ends(test: Callable[[str], None]) -> None:
     test("cuda")
+
+
+def test_masks_and_bad_words(tmp_path: Path) -> None:
+    """The device forbids a word's last token before anybody has read the one before it."""
+    test_engine_parameters.check_masks("cuda")
+    folder = test_engine_parameters.byte_model(tmp_path)
+    test_engine_parameters.check_bad_words("cuda", folder)
+    test_engine_parameters.check_bad_words_survive_preemption("cuda", folder)
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma3"])
@@ -168,5 +179,48 @@ def test_what_runs_beside_is_not_seen_without_deterministic_either() -> None:
                         break
                     assert first.token_id == second.token_id
             assert facts(alone[0])[0]
+
+    run(main)
+
+
+REFERENCE_CASES = [
+    # (model, weights of several quantized formats, KV cache, logprobs that bfloat16 may move by twice as much)
+    ("llama", False, "bf16", 0.3), ("llama", True, "bf16", 0.3), ("gemma3", True, "bf16", 1.9),
+    ("mistral-window", False, "bf16", 0.3), ("llama-tied-rope3", False, "int8", 1.3),
+    ("gemma3", False, "fp8", 1.9), ("qwen2", True, "bf16", 1.3),
+]
+
+
+@pytest.mark.parametrize(("model", "is_quantized", "kv_dtype", "gap"), REFERENCE_CASES)
+def test_greedy_tokens_are_the_references_in_any_company(model: str, is_quantized: bool, kv_dtype: str, gap: float,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through tokenizer, scheduler, pool and executor on both sides: several chunks, mixed steps, preemption, every KV
+    dtype, every kind of weight. Answers may part where the reference's two likeliest tokens are closer than `gap`."""
+    if is_quantized:
+        stored = ModelFile.weights
+        monkeypatch.setattr(ModelFile, "weights", lambda file: quantized(stored(file)))
+    sampling = SamplingParams(max_tokens=28, temperature=0, ignore_eos=True, logprobs=2)
+    asked = prompts(6, seed=3)
+
+    async def main() -> None:
+        async with tiny("reference", model, kv_cache_memory=1 << 24,
+                        kv_dtype="float32" if kv_dtype == "bf16" else kv_dtype) as engine:
+            expected = [await engine.complete(prompt, sampling) for prompt in asked]
+        async with tiny("cuda", model, kv_dtype=kv_dtype, kv_cache_memory=1 << 24) as engine:
+            runner = engine._system.runner
+            little = 10 * sum(runner.ops.kv_block_bytes(group, kv_dtype) for group in runner.groups)
+        async with tiny("cuda", model, kv_dtype=kv_dtype, kv_cache_memory=little, max_model_len=96,
+                        max_num_batched_tokens=24) as engine:
+            got = await asyncio.gather(*(engine.complete(prompt, sampling) for prompt in asked))
+            # Those that take more tokens than their window do not hold: the others wait.
+            assert engine.stats().num_preemptions > 0 or model in ("gemma3", "mistral-window")
+        num_equal = 0
+        for one, other in zip(expected, got, strict=True):
+            for wanted, token_id in zip(one.logprobs, other.token_ids, strict=True):
+                if token_id != wanted.token_id:
+                    assert wanted.top[0].logprob - wanted.top[1].logprob < gap
+                    break
+                num_equal += 1
+        assert num_equal >= 60, f"only {num_equal} of 168 tokens to compare"
 
     run(main)

@@ -5,8 +5,11 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from api.engine import ParameterError, SamplingParams
+from api.schemas import is_nested_deeper
 from tests.api.fake_engine import MAX_MODEL_LEN, VOCAB_SIZE, FakeEngine
 from tests.api.serving import Answer, Server
 
@@ -61,7 +64,19 @@ def refused(answer: Answer, param: str | None, status: int = 400) -> str:
     ({"response_format": {"type": "json_object"}}, "response_format"), ({"tools": [{}]}, "tools"),
     ({"structured_outputs": {"regex": "a"}}, "structured_outputs"), ({"modalities": ["audio"]}, "modalities"),
     ({"prompt_logprobs": 1}, "prompt_logprobs"), ({"mirostat": 2}, "mirostat"),
-    ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+    ({"stream": True, "stream_options": {"continuous_usage_stats": 1}}, "stream_options.continuous_usage_stats"),
+    ({"best_of": 3, "n": 2}, "best_of"), ({"best_of": 1, "n": 2}, "best_of"), ({"mirostat_mode": 1}, "mirostat_mode"),
+    ({"dry_multiplier": 0.8}, "dry_multiplier"), ({"xtc_probability": 0.5}, "xtc_probability"),
+    ({"typical_p": 0.5}, "typical_p"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"), ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+    ({"allowed_token_ids": [VOCAB_SIZE]}, "allowed_token_ids"), ({"allowed_token_ids": [1.5]}, "allowed_token_ids[0]"),
+    ({"allowed_token_ids": [0] * 2**20}, "allowed_token_ids"),
+    ({"bad_words": [""]}, "bad_words"), ({"bad_words": ["a"] * 129}, "bad_words"), ({"bad_words": "a"}, "bad_words"),
+    ({"bad_words": ["a" * 257]}, "bad_words"), ({"bad_words": [5]}, "bad_words[0]"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": 5, "echo": True}, "truncate_prompt_tokens"),
+    ({"include_stop_str_in_output": 1}, "include_stop_str_in_output"),
 ])
 @pytest.mark.parametrize("stream", [False, True])
 def test_bad_field_is_named(server: Server, fields: dict[str, Any], param: str, stream: bool) -> None:
@@ -73,6 +88,8 @@ def test_bad_field_is_named(server: Server, fields: dict[str, Any], param: str, 
     {"logit_bias": {str(VOCAB_SIZE - 1): 5}}, {"stop_token_ids": [VOCAB_SIZE - 1]}, {"top_k": 0}, {"top_k": -1},
     {"top_k": VOCAB_SIZE + 1}, {"top_k": 2**31 - 1}, {"seed": 0}, {"seed": -1}, {"seed": 2**63 - 1},
     {"seed": -2**63}, {"stop": ["a" * 1024] * 64}, {"tools": [], "tool_choice": "auto", "best_of": 1},
+    {"n": 2, "best_of": 2}, {"allowed_token_ids": [0, VOCAB_SIZE - 1]}, {"bad_words": []},
+    {"truncate_prompt_tokens": -1},
     {"temperature": None, "n": None, "stop": None, "logit_bias": None, "stream_options": None, "tools": None},
     {"response_format": {"type": "text"}}, {"something_unknown": {"a": [1]}}, {"user": "x" * 1000},
 ])
@@ -178,7 +195,10 @@ def test_content_forms(server: Server, engine: FakeEngine) -> None:
     ({"top_logprobs": 2}, "top_logprobs"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logprobs": 1}, "logprobs"), ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"max_completion_tokens": 2**40}, "max_completion_tokens"),
-    ({"max_completion_tokens": 5, "max_tokens": 4}, "max_completion_tokens"), ({"echo": True}, "echo"),
+    ({"max_completion_tokens": 5, "max_tokens": 4}, "max_completion_tokens"), ({"echo": 1}, "echo"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ({"chat_template_kwargs": []}, "chat_template_kwargs"), ({"chat_template": "x"}, "chat_template"),
+    ({"chat_template_kwargs": {str(i): i for i in range(65)}}, "chat_template_kwargs"),
     ({"reasoning_effort": "high"}, "reasoning_effort"), ({"audio": {}}, "audio"),
 ])
 def test_bad_field_of_chat(server: Server, fields: dict[str, Any], param: str) -> None:
@@ -213,6 +233,7 @@ def test_surrogate_pair_is_a_character(server: Server) -> None:
 @pytest.mark.parametrize("body", [
     b"", b"{", b"[]", b"null", b'"a"', b'{"prompt": NaN}', b'{"prompt": "a", "temperature": 1e999}',
     b'{"prompt": "\xff"}', b"\x00", b"[" * 10_000 + b"]" * 10_000,
+    b'{"prompt": "a", "x": ' + b"[" * 130 + b"]" * 130 + b"}",
     b'{"prompt": ' + b"[" * 10_000 + b"]" * 10_000 + b"}", b'{"prompt": [' + b"[]," * 600_000 + b"[]]}",
 ])
 def test_bodies_that_are_no_request(server: Server, body: bytes) -> None:
@@ -220,6 +241,32 @@ def test_bodies_that_are_no_request(server: Server, body: bytes) -> None:
     answer = server.request("POST", "/v1/completions", body)
     assert answer.status == 400
     assert answer.error["message"]
+
+
+@pytest.mark.parametrize(("body", "is_deeper"), [
+    (b"[" * 4 + b"]" * 4, False), (b"[" * 5 + b"]" * 5, True), (b'{"a": [{"b": [1]}]}', False),
+    (b'{"a": [{"b": [{}]}]}', True), (b"[" + b"[]," * 1000 + b"[]]", False), (b"[[],{},[[]]]", False),
+    (b'["[[[[[[", "{{{{{{", "]"]', False), (rb'["\\", [[[["]]]]"]]]]]', True), (rb'["\"[[[[[[\\\"", [1]]', False),
+    (b"[" * 1000, True), (b"]" * 1000, False), (b"[{" * 500 + b"}]" * 500, True),
+])
+def test_nesting_is_counted_before_parsing(body: bytes, is_deeper: bool) -> None:
+    """FAULTS A14."""
+    assert is_nested_deeper(body, 4) == is_deeper
+
+
+texts = st.text(alphabet='[]{}"\\a', max_size=4)
+values = st.recursive(texts | st.none(), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+    texts, inner, max_size=3), max_leaves=12)
+
+
+@given(values)
+def test_nesting_is_counted_right(value: Any) -> None:
+    def depth(value: Any) -> int:
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+        return 0 if inner is None else 1 + max(map(depth, inner), default=0)
+
+    body = json.dumps(value).encode()
+    assert [is_nested_deeper(body, limit) for limit in range(12)] == [depth(value) > limit for limit in range(12)]
 
 
 @pytest.mark.parametrize("name", ["../../etc", "/etc/passwd", "a%2f..", "fake\0", "x" * 10_240, "", "FAKE", "fake/"])

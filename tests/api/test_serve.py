@@ -30,7 +30,7 @@ posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTE
 class Served:
     """A running server process and what it has written."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str], listening: str) -> None:
         self.process = process
         self.lines: list[str] = []
         self._changed = threading.Condition()
@@ -38,7 +38,7 @@ class Served:
         assert process.stderr is not None
         self._reader = threading.Thread(target=self._read, args=(process.stderr,))
         self._reader.start()
-        self.port = int(re.findall(r"http://127\.0\.0\.1:(\d+)", self.wait_for("listening on"))[0])
+        self.port = int(re.findall(rf"{re.escape(listening)}:(\d+)", self.wait_for("listening on"))[0])
 
     def _read(self, stream: IO[str]) -> None:
         for line in stream:
@@ -92,12 +92,13 @@ class Served:
 
 
 @contextmanager
-def serving(*args: str, module: str = "tests.api.serve_fake") -> Iterator[Served]:
+def serving(*args: str, module: str = "tests.api.serve_fake",
+            listening: str = "http://127.0.0.1") -> Iterator[Served]:
     process = subprocess.Popen([sys.executable, "-m", module, "--port", "0", *args], cwd=ROOT, text=True,
                                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     with process:
         try:
-            served = Served(process)
+            served = Served(process, listening)
             yield served
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection(("127.0.0.1", served.port))

@@ -6,11 +6,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from cuda.host.kv_cache import BF16, INT8, HostKVCache
 from cuda.host.ops import HostOps
-from cuda.ops import BLOCK_SIZE, Batch, KVGroupSpec
+from cuda.host.simd_int16 import HAS_PAIRS
+from cuda.ops import BLOCK_SIZE, Batch, HostMath, KVGroupSpec
 from cuda.reference import to_bf16
 from weights.load import ModelWeights
 from weights.quant import Affine, Dense, Linear, Weight
@@ -20,6 +22,8 @@ Floats = NDArray[np.float32]
 
 MAX_POSITION = 512
 GUARD = np.float32(-1234.5)
+
+needs_pairs = pytest.mark.skipif(not HAS_PAIRS, reason="16-bit products need AVX2")
 
 
 def make_spec(inputs: int = 16, heads: int = 2, kv_heads: int = 1, head_dim: int = 16) -> ModelSpec:
@@ -36,8 +40,8 @@ def prepare(ops: Any, spec: ModelSpec, head: Linear | None = None, embed: Weight
 
 
 @contextmanager
-def host_ops(num_threads: int = 2) -> Iterator[HostOps]:
-    ops = HostOps(num_threads)
+def host_ops(num_threads: int = 2, math: HostMath = "exact") -> Iterator[HostOps]:
+    ops = HostOps(num_threads, math)
     try:
         yield ops
     finally:

@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 from cuda.host.ops import HostOps
 from cuda.kv_cache import blocks_for, kv_groups
 from cuda.model import Transformer
-from cuda.ops import BLOCK_SIZE, Batch, KVDtype, KVGroupSpec, Ops
+from cuda.ops import BLOCK_SIZE, Batch, HostMath, KVDtype, KVGroupSpec, Ops
 from cuda.reference import ReferenceOps
 from cuda.runner import Runner
 from cuda.sampler import SlotSampling
+from tests.cuda.host_support import needs_pairs
 from weights import hub
 from weights.load import LayerWeights, ModelWeights, open_model
 from weights.quant import Affine, Linear, Weight, dequantize
@@ -43,9 +44,12 @@ Arrays = dict[str, NDArray[Any]]
 
 
 BACKENDS: dict[str, Callable[[], Ops]] = {"reference": ReferenceOps, "host": HostOps}
+INT16 = pytest.param("host-int16", marks=needs_pairs)   # differs where weights are quantized
+ALL_BACKENDS: dict[str, Callable[[], Ops]] = {**BACKENDS, "host-int16": partial(HostOps, math="int16")}
 # Both compute in float32 and come within 2e-6 of transformers; a wrong epsilon or window edge does not.
 TOLERANCE = 1e-5                            # of logits, relative to the largest if that is above 1
 REAL_TOLERANCE = 1e-3                       # of the real models' logprobs
+INT16_TOLERANCE = 1e-2                      # of logprobs with 16-bit activations
 KV_TOLERANCES: dict[KVDtype, float] = {"bf16": 0.01, "int8": 0.025}      # likewise; 1.5 times what they reach
 GAP = 1e-3                                  # greedy tokens must be equal where the two best logits are further apart
 
@@ -108,7 +112,7 @@ class PagedModel:
     def __init__(self, backend: str, spec: ModelSpec, weights: ModelWeights, max_tokens: int = 160,
                  max_position: int = 256, kv_dtype: KVDtype = "float32") -> None:
         self.spec = spec
-        self.ops = BACKENDS[backend]()
+        self.ops = ALL_BACKENDS[backend]()
         self.groups = kv_groups(spec)
         prepared = self.ops.prepare(spec, weights, max_tokens, max_position)
         self.model = Transformer(spec, prepared, self.ops, self.groups)
@@ -265,14 +269,33 @@ def test_host_is_the_reference_on_quantized_weights(name: str) -> None:
     assert largest_error(logits["host"], logits["reference"]) <= TOLERANCE
 
 
+@needs_pairs
+@pytest.mark.parametrize("name", ["llama-quantized", "qwen2-quantized", "gemma2-quantized", "gemma3-quantized"])
+def test_16_bit_activations_change_little(name: str) -> None:
+    spec, weights = tiny_model(name)
+    ids = sequence(spec, 5, LENGTH)
+    logprobs = {}
+    for backend in ("host", "host-int16"):
+        with paged_model(backend, spec, weights) as model:
+            [logits] = model.run(Piece(ids, 0, LENGTH, blocks_in_order(model, LENGTH)))
+            logprobs[backend] = log_softmax(logits)
+    error = np.abs(logprobs["host-int16"] - logprobs["host"])
+    assert 0 < error.max() <= INT16_TOLERANCE
+    best = np.sort(logprobs["host"], axis=1)
+    certain = best[:, -1] - best[:, -2] > 2 * INT16_TOLERANCE
+    np.testing.assert_array_equal(logprobs["host-int16"].argmax(axis=1)[certain],
+                                  logprobs["host"].argmax(axis=1)[certain])
+
+
 @pytest.mark.slow
 @pytest.mark.real_model
-@backends
+@pytest.mark.parametrize("backend", [*BACKENDS, INT16])
 @pytest.mark.parametrize(("alias", "golden_name"), [("smollm2", "smollm2-135m-instruct-q4_1"),
                                                    ("gemma3", "gemma-3-270m-q4_k_m")])
 def test_real_model(alias: str, golden_name: str, backend: str) -> None:
     """Logprobs of every prompt and its greedy continuation, each in one pass over both."""
     model_file = open_model(hub.resolve(alias, print).path)
+    tolerance = INT16_TOLERANCE if backend == "host-int16" else REAL_TOLERANCE
     prompts = json.loads((GOLDEN / "logits" / f"{golden_name}.json").read_text())
     with np.load(GOLDEN / "logits" / f"{golden_name}.npz") as file:
         golden = dict(file)
@@ -284,9 +307,9 @@ def test_real_model(alias: str, golden_name: str, backend: str) -> None:
             logprobs = log_softmax(logits[:num_prompt])
             top_ids = golden[f"top_ids_{index}"]
             np.testing.assert_allclose(np.take_along_axis(logprobs, top_ids, axis=1), golden[f"top_logprobs_{index}"],
-                                       rtol=0, atol=REAL_TOLERANCE)
+                                       rtol=0, atol=tolerance)
             np.testing.assert_allclose(logprobs[np.arange(num_prompt - 1), ids[1:num_prompt]],
-                                       golden[f"prompt_logprobs_{index}"], rtol=0, atol=REAL_TOLERANCE)
+                                       golden[f"prompt_logprobs_{index}"], rtol=0, atol=tolerance)
             certain = np.array(prompt["greedy_gap"]) > GAP
             np.testing.assert_array_equal(logits[num_prompt - 1:].argmax(axis=1)[certain], greedy[certain])
 
@@ -298,7 +321,10 @@ def log_softmax(logits: Logits) -> NDArray[np.float64]:
 
 # Equivalences, bit by bit
 
-TINY = pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gemma3", "llama-quantized", "gemma3-quantized"])
+TINY = pytest.mark.parametrize(("name", "backend"), [
+    *((name, backend) for name in ("llama", "qwen2", "gemma2", "gemma3", "llama-quantized", "gemma3-quantized")
+      for backend in BACKENDS),
+    *(pytest.param(name, "host-int16", marks=needs_pairs) for name in ("llama-quantized", "gemma3-quantized"))])
 LENGTH = 37                                 # two block edges; longer than the windows (12) of gemma3
 
 
@@ -307,7 +333,6 @@ def sequence(spec: ModelSpec, seed: int, length: int) -> Ids:
 
 
 @kv_dtypes
-@backends
 @TINY
 def test_chunked_is_whole(name: str, backend: str, kv_dtype: KVDtype) -> None:
     """Every split into two, one token at a time, and threes."""
@@ -325,7 +350,6 @@ def test_chunked_is_whole(name: str, backend: str, kv_dtype: KVDtype) -> None:
 
 
 @kv_dtypes
-@backends
 @TINY
 def test_batched_is_alone_wherever_the_blocks_are(name: str, backend: str, kv_dtype: KVDtype) -> None:
     """Sequences of all lengths advance by random steps in a random order, their blocks strewn over the cache."""
@@ -355,7 +379,6 @@ def test_batched_is_alone_wherever_the_blocks_are(name: str, backend: str, kv_dt
 
 
 @kv_dtypes
-@backends
 @TINY
 def test_copied_blocks_serve_as_well(name: str, backend: str, kv_dtype: KVDtype) -> None:
     """A second sequence shares the first one's full block and owns a copy of its partial one."""
@@ -375,14 +398,16 @@ def test_copied_blocks_serve_as_well(name: str, backend: str, kv_dtype: KVDtype)
     assert_same_bits(logits, expected[20:])
 
 
+@pytest.mark.parametrize("backend", ["host", INT16])
 @pytest.mark.parametrize("num_threads", [2, 5])
-def test_host_threads_do_not_change_bits(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_threads_do_not_change_bits(num_threads: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, weights = tiny_model("gemma3-quantized")
     ids = sequence(spec, 6, LENGTH)
+    math: HostMath = "int16" if backend == "host-int16" else "exact"
     logits = []
     for threads in (1, num_threads):
-        monkeypatch.setitem(BACKENDS, "host", partial(HostOps, threads))
-        with paged_model("host", spec, weights) as model:
+        monkeypatch.setitem(ALL_BACKENDS, backend, partial(HostOps, threads, math))
+        with paged_model(backend, spec, weights) as model:
             logits += model.run(Piece(ids, 0, LENGTH, blocks_in_order(model, LENGTH)))
     assert_same_bits(logits[1], logits[0])
 

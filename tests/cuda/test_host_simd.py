@@ -15,16 +15,15 @@ from cuda.host.simd import (
     absolute,
     atomic_add,
     atomic_load,
+    byte,
     exp,
     fma,
-    high_nibble,
     keep_lanes,
     lane,
     lane_max,
     lane_sum,
     load,
     load_bf16,
-    load_codes,
     load_f16,
     load_f32,
     load_first,
@@ -32,8 +31,9 @@ from cuda.host.simd import (
     load_i64,
     load_u8,
     load_u16,
-    low_nibble,
+    load_words,
     maximum,
+    nibble,
     pause,
     real,
     scalar_fma,
@@ -46,7 +46,6 @@ from cuda.host.simd import (
     store_u8,
     store_u16,
     tanh,
-    to_float,
     word,
     yield_thread,
 )
@@ -220,19 +219,22 @@ def test_to_int8() -> None:
     np.testing.assert_array_equal(result, np.clip(np.rint(values), -127, 127).astype(np.int8))
 
 
-def test_codes_all_256() -> None:
+def test_codes_of_words() -> None:
     @compiled
-    def unpack(source: int, target: int) -> None:
-        for i in range(0, 256, 16):
-            codes = load_codes(source + i)
-            store(target + 4 * i, to_float(codes))
-            store(target + 1024 + 4 * i, low_nibble(codes))
-            store(target + 2048 + 4 * i, high_nibble(codes))
+    def unpack(source: int, target: int, num_words: int) -> None:
+        for i in range(0, num_words, 16):
+            words = load_words(source + 4 * i)
+            for k in range(8):
+                store(target + 4 * (k * num_words + i), nibble(words, k))
+            for k in range(4):
+                store(target + 4 * ((8 + k) * num_words + i), byte(words, k))
 
-    codes = np.arange(256, dtype=np.uint8)
-    result = np.zeros((3, 256), np.float32)
-    unpack(at(codes), at(result))
-    np.testing.assert_array_equal(result, np.stack([codes, codes & 15, codes >> 4]).astype(np.float32))
+    words = np.concatenate([np.arange(256) * 0x01010101, np.random.default_rng(0).integers(0, 2**32, 256)]
+                           ).astype(np.uint32)
+    result = np.zeros((12, 512), np.float32)
+    unpack(at(words), at(result), 512)
+    expected = [words >> 4 * k & 15 for k in range(8)] + [words >> 8 * k & 255 for k in range(4)]
+    np.testing.assert_array_equal(result, np.array(expected, np.float32))
 
 
 def test_operators_and_splat() -> None:

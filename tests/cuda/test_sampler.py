@@ -65,6 +65,11 @@ def naive_scores(logits: list[float], p: SlotSampling, known: list[int], num_pro
     if len(known) - num_prompt < p.min_tokens:
         for i in p.stop_ids:
             scores[i] = -math.inf
+    for i in range(len(scores)):
+        following = [*known[num_prompt:], i]
+        if (p.allowed_ids is not None and i not in p.allowed_ids) or any(
+                len(word) <= len(following) and following[-len(word):] == list(word) for word in p.bad_words):
+            scores[i] = -math.inf
     return scores
 
 
@@ -127,8 +132,19 @@ def rows_strategy(draw: st.DrawFn) -> Row:
         logit_bias=tuple(draw(st.dictionaries(ids, st.sampled_from([5.0, -100.0, 100.0]), max_size=3)).items()),
         min_tokens=draw(st.integers(0, 8)), stop_ids=tuple(draw(st.sets(ids, max_size=3))),
         seed=draw(st.integers(-(2**63), 2**63 - 1)), choice=draw(st.integers(0, 3)),
-        logprobs=draw(st.none() | st.integers(0, 20)))
+        logprobs=draw(st.none() | st.integers(0, 20)),
+        allowed_ids=draw(st.none() | st.lists(ids, min_size=1, max_size=12).map(tuple)),
+        bad_words=draw(bad_words(ids, output)))
     return logits, parameters, prompt + output, len(prompt)
+
+
+@st.composite
+def bad_words(draw: st.DrawFn, ids: st.SearchStrategy[int], output: list[int]) -> tuple[tuple[int, ...], ...]:
+    """Often such as the output ends with, but for their last token."""
+    words = draw(st.lists(st.lists(ids, min_size=1, max_size=3), max_size=3))
+    ends = draw(st.lists(st.tuples(st.integers(1, 3), ids), max_size=4))
+    words += [[*output[len(output) - length:], last] for length, last in ends if length <= len(output)]
+    return tuple(map(tuple, words))
 
 
 @settings(max_examples=300, deadline=None)
@@ -143,6 +159,26 @@ def test_equals_the_naive_sampler(row: Row) -> None:
     else:
         assert sampled.failed == ()
         assert int(sampled.token_ids[0]) in naive_tokens(logits, parameters, known, num_prompt)
+
+
+def test_a_bad_word_of_several_tokens_is_never_complete() -> None:
+    """Its tokens may come, not all of them after one another; those of the prompt do not count."""
+    parameters = sampling(bad_words=((2, 2), (3, 1, 2), (5,)))
+    logits = np.array([[0.0, 3.0, 4.0, 1.0, 2.0, 9.0]], np.float32)
+    sampler, known = Sampler(1, 6), [2]
+    sampler.start(0, parameters, known, 1)
+    for _ in range(4):
+        known.append(int(sampler.sample(logits, ints(0), ints(len(known))).token_ids[0]))
+    assert known == [2, 2, 1, 2, 1]
+    sampler.end(0)
+    sampler.start(0, parameters, [2, 3, 1], 1)                  # resumed: (3, 1) is out
+    assert sampler.sample(logits, ints(0), ints(3)).token_ids[0] == 1
+
+
+def test_ids_outside_the_vocabulary_are_refused() -> None:
+    for changes in ({"allowed_ids": (6,)}, {"bad_words": ((1, 6),)}, {"bad_words": ((-1,),)}):
+        with pytest.raises(ValueError, match="is not in the vocabulary of 6"):
+            Sampler(1, 6).start(0, sampling(**changes), [0], 1)
 
 
 @pytest.mark.parametrize("changes", [

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from actors import sampling_params
 from cuda.kernels import sampling, sampling_state
 from cuda.kernels.sampling_state import pack_bits
 from cuda.kernels.slot_sampling import DeviceSampling
@@ -112,9 +113,12 @@ def rows_strategy(draw: st.DrawFn) -> Row:
         logit_bias=tuple(draw(st.lists(st.tuples(ids, st.sampled_from([5.0, -100.0, 0.5])), max_size=4))),
         min_tokens=draw(st.integers(0, 12)), stop_ids=tuple(draw(st.sets(st.integers(0, VOCAB + 3), max_size=4))),
         seed=draw(st.integers(-(2**63), 2**63 - 1)), choice=draw(st.integers(0, 3)),
-        logprobs=draw(st.none() | st.integers(0, 20)))
+        logprobs=draw(st.none() | st.integers(0, 20)),
+        allowed_ids=draw(st.none() | st.lists(st.integers(0, 3) | ids, min_size=1, max_size=30).map(tuple)),
+        bad_words=tuple(draw(st.lists(
+            st.lists(st.integers(0, 3) | ids, min_size=1, max_size=3).map(tuple), max_size=8))))
     logits = draw(st.lists(logit, min_size=VOCAB, max_size=VOCAB))
-    return logits, parameters, prompt + draw(st.lists(ids, max_size=8)), len(prompt)
+    return logits, parameters, prompt + draw(st.lists(st.integers(0, 3) | ids, max_size=8)), len(prompt)
 
 
 @settings(max_examples=120, deadline=None)
@@ -127,6 +131,7 @@ def test_equals_the_host_over_several_steps(rows: list[Row], random: Random) -> 
     for slot, (_, parameters, known, num_prompt) in zip(slots, rows, strict=True):
         host.start(slot, parameters, known, num_prompt)
         device.start(slot, parameters, known, num_prompt)
+        device.tokens[slot, :len(known)] = known                # as the runner writes them
     first = np.array([row[0] for row in rows], np.float32)
     for step in range(3):
         logits = np.roll(first, step, axis=1)
@@ -286,6 +291,37 @@ def test_only_allowed_tokens_are_sampled() -> None:
     assert nothing.failed == ((0, "every token is masked"), (2, "every token is masked"))
 
 
+def test_a_bad_word_of_several_tokens_is_never_complete() -> None:
+    """The device looks at its own tokens: it knows the last one before anybody has read it."""
+    parameters = asked(bad_words=((2, 2), (3, 1, 2), (5,)))
+    logits = np.array([[0.0, 3.0, 4.0, 1.0, 2.0, 9.0]], np.float32)
+    for order in range(4):
+        device, known = Device(1, 6, emulator(order)), [2]
+        device.tokens[0, 0] = 2
+        device.start(0, parameters, known, 1)
+        for _ in range(4):
+            known.append(int(device.sample(logits, ints(0), ints(len(known))).token_ids[0]))
+        assert known == [2, 2, 1, 2, 1]
+        device.end(0)
+        device.tokens[0, :3] = 2, 3, 1
+        device.start(0, parameters, [2, 3, 1], 1)
+        assert device.sample(logits, ints(0), ints(3)).token_ids[0] == 1
+        device.end(0)
+        device.start(0, asked(), [2], 1)                        # who comes next is free of it
+        assert device.sample(logits, ints(0), ints(1)).token_ids[0] == 5
+
+
+def test_as_many_bad_words_as_may_be() -> None:
+    random = np.random.default_rng(6)
+    words = tuple(tuple(random.integers(0, 20, 4).tolist()) for _ in range(sampling_state.MAX_BAD_WORDS))
+    single = tuple((token_id,) for token_id in range(20, 3000, 2))
+    tokens_of(random.standard_normal(3000).astype(np.float32), [asked(bad_words=words + single, seed=1)] * 2)
+    with pytest.raises(ValueError, match="bad_words: 257 with 1028 tokens, at most 256 with 1024"):
+        Device(1, 3000).start(0, asked(bad_words=(*words, words[0])), [1], 1)
+    assert 2 * sampling_params.MAX_BAD_WORDS <= sampling_state.MAX_BAD_WORDS, "each has two spellings"
+    assert sampling_params.MAX_BAD_WORD_IDS <= sampling_state.MAX_BAD_WORD_IDS
+
+
 # What is in a row
 
 @pytest.mark.parametrize("vocab", [1, 17, 64, 1003])
@@ -354,6 +390,8 @@ def test_what_the_device_cannot_hold_is_refused_as_on_the_host() -> None:
     for changes, known, message in (
             ({"logit_bias": ((10, 1.0),)}, [1], "logit_bias: token id 10 is not in the vocabulary of 10"),
             ({"frequency_penalty": 1.0}, [1, 12], "token_ids: token id 12 is not in the vocabulary of 10"),
+            ({"allowed_ids": (10,)}, [1], "allowed_ids: token id 10 is not in the vocabulary of 10"),
+            ({"bad_words": ((1, 10),)}, [1], "bad_words: token id 10 is not in the vocabulary of 10"),
             ({"logprobs": 21}, [1], "logprobs: 21, at most 20")):
         with pytest.raises(ValueError, match=message):
             device.start(0, asked(**changes), known, 1)

@@ -23,7 +23,8 @@ def test_what_is_not_given_is_left_to_the_engine() -> None:
 
 def test_every_flag_is_a_setting_of_the_engine() -> None:
     settings = {"device": "cpu", "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 64,
-                "kv_cache_memory": 1 << 20, "kv_dtype": "int8", "seed": 3, "generation_config": "none", "threads": 2}
+                "kv_cache_memory": 1 << 20, "kv_dtype": "int8", "seed": 3, "generation_config": "none", "threads": 2,
+                "host_math": "exact"}
     argv = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     assert engine_config(parse(*argv)) == settings
     config = EngineConfig(**engine_config(parse(*argv)))

@@ -207,7 +207,7 @@ def test_both_tools_say_the_same_perplexity(words: Path, tmp_path: Path, capsys:
     assert len(lines) == 11
 
 
-@pytest.mark.parametrize("against", ["", "--threads 2", "--threads=2"])
+@pytest.mark.parametrize("against", ["", "--threads 2", "--threads=2", "--host-math exact"])
 def test_a_setting_is_not_apart_from_itself(against: str, words: Path, tmp_path: Path) -> None:
     same = report(tmp_path, "compare", str(words), "-c", "64", "--model", str(MODELS / "gemma3"), "--threads", "1",
                   "--kv-dtype", "bf16", "--against", against)
