@@ -3,14 +3,14 @@ the same bits in any company."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cuda.kernels.kernel_spec import Case, Instance, KernelSpec, launch
-from cuda.kernels.paged_kv import CODES, Array, attend, check_array, check_cache, random_cache
+from cuda.kernels.kernel_spec import Instance, KernelSpec, launch
+from cuda.kernels.paged_kv import CODES, Array, attend, attention_case, check_array, check_cache
 from cuda.kernels.types import ACTIVATION_TYPES, BF16, C_TYPES, FP16
 from cuda.launcher import DeviceArray, Launcher
 from cuda.ops import BLOCK_SIZE
@@ -179,23 +179,7 @@ def _reference(out: Array, qkv: Array, k_cache: Array, v_cache: Array, k_scale: 
     return {"out": out}
 
 
-def case(name: str, lengths: Sequence[tuple[int, int]], num_heads: int, num_kv_heads: int, head_dim: int,
-         dtype: np.dtype[Any] = BF16, kv_dtype: np.dtype[Any] | None = None, window: int | None = None,
-         softcap: float | None = None, sinks: bool = False, large: bool = False) -> Case:
-    """lengths: (start, end) of each sequence's new rows."""
-    def make(rng: np.random.Generator) -> dict[str, Any]:
-        counts = [end - start for start, end in lengths]
-        runs = np.array([(first, count, start, row) for row, (first, count, (start, _)) in enumerate(
-            zip(np.cumsum([0, *counts[:-1]]), counts, lengths, strict=True))], np.int32)
-        inputs = random_cache(rng, dtype, dtype if kv_dtype is None else kv_dtype, runs, num_heads, num_kv_heads,
-                              head_dim, window)
-        return {"out": np.zeros((sum(counts), num_heads * head_dim), dtype), **inputs,
-                "work": plan(runs, num_heads // num_kv_heads, window), "num_heads": num_heads,
-                "scale": head_dim**-0.5, "window": window, "softcap": softcap,
-                "sinks": rng.standard_normal(num_heads).astype(np.float32) * 4 if sinks else None}
-    return Case(name, make, large)
-
-
+case = partial(attention_case, plan)
 INT8, FP8 = CODES
 
 SPEC = KernelSpec(

@@ -5,14 +5,15 @@ have a float32 scale for each token and kv head, [N, G, 16].
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cuda.kernels.types import ACTIVATION_TYPES
+from cuda.kernels.kernel_spec import Case
+from cuda.kernels.types import ACTIVATION_TYPES, BF16
 from cuda.launcher import DeviceArray
 from cuda.ops import BLOCK_SIZE
 from cuda.reference import to_int8
@@ -22,6 +23,7 @@ E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 LARGEST_E4M3 = np.float32(448)
 
 Array = NDArray[Any]
+Plan: TypeAlias = Callable[[NDArray[np.int32], int, int | None], NDArray[np.int32]]
 
 
 def check_array(name: str, array: DeviceArray, dtype: Any, shape: tuple[int | None, ...]) -> None:
@@ -128,3 +130,22 @@ def random_cache(rng: np.random.Generator, dtype: np.dtype[Any], kv_dtype: np.dt
         rows = np.where(used[:, None, :, None], rows, np.float32(np.nan))
         result[f"{name}_cache"], result[f"{name}_scale"] = store(rows, kv_dtype)
     return result
+
+
+def attention_case(plan: Plan, name: str, lengths: Sequence[tuple[int, int]], num_heads: int, num_kv_heads: int,
+                   head_dim: int, dtype: np.dtype[Any] = BF16, kv_dtype: np.dtype[Any] | None = None,
+                   window: int | None = None, softcap: float | None = None, sinks: bool = False,
+                   large: bool = False) -> Case:
+    """A case of either attention kernel. plan: makes its work list of runs, group size and window. lengths: (start,
+    end) of each sequence's new rows."""
+    def make(rng: np.random.Generator) -> dict[str, Any]:
+        counts = [end - start for start, end in lengths]
+        runs = np.array([(first, count, start, row) for row, (first, count, (start, _)) in enumerate(
+            zip(np.cumsum([0, *counts[:-1]]), counts, lengths, strict=True))], np.int32)
+        inputs = random_cache(rng, dtype, dtype if kv_dtype is None else kv_dtype, runs, num_heads, num_kv_heads,
+                              head_dim, window)
+        return {"out": np.zeros((sum(counts), num_heads * head_dim), dtype), **inputs,
+                "work": plan(runs, num_heads // num_kv_heads, window), "num_heads": num_heads,
+                "scale": head_dim**-0.5, "window": window, "softcap": softcap,
+                "sinks": rng.standard_normal(num_heads).astype(np.float32) * 4 if sinks else None}
+    return Case(name, make, large)
