@@ -133,17 +133,22 @@ class Bench:
                       2.0 * rows * stored.out_features * stored.in_features)
 
     def attention(self, num_seqs: int, context: int, length: int) -> Figure:
-        """The first layer's, over keys as they lie in the cache."""
+        """Of all layers like the first in turn, so that keys come from memory as in a step, and not from a cache."""
         spec, layer = self.spec, self.spec.layers[0]
         batch = self.batch(num_seqs, context - length, length)
         group = next(index for index, group in enumerate(self.groups) if 0 in group.layers)
         width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         qkv = np.random.default_rng(0).standard_normal((num_seqs * length, width), np.float32)
-        seconds = self.time(batch, lambda: self.ops.attend(
-            qkv, self.caches[group], 0, batch.block_tables[group], spec.attention_scale, layer.window,
-            spec.attention_softcap))
+        num_layers = len(self.groups[group].layers)
+
+        def work() -> None:
+            for index in range(num_layers):
+                self.ops.attend(qkv, self.caches[group], index, batch.block_tables[group], spec.attention_scale,
+                                layer.window, spec.attention_softcap)
+
+        seconds = self.time(batch, work) / num_layers
         keys = context if layer.window is None else min(context, layer.window + length)
-        block_bytes = self.ops.kv_block_bytes(self.groups[group], self.kv_dtype) / len(self.groups[group].layers)
+        block_bytes = self.ops.kv_block_bytes(self.groups[group], self.kv_dtype) / num_layers
         return Figure("attend", f"{num_seqs} sequences, {length} of {context} tokens, {self.kv_dtype}", seconds,
                       num_seqs * keys * block_bytes / BLOCK_SIZE,
                       4.0 * num_seqs * length * (keys - (length - 1) / 2) * spec.num_heads * spec.head_dim)
@@ -191,7 +196,7 @@ def measure_limits(num_threads: int) -> Limits:
     a = np.random.default_rng(0).standard_normal((PRODUCT_SIZE, PRODUCT_SIZE), np.float32)
     gflops = max(2.0 * PRODUCT_SIZE**3 / _seconds(lambda: a @ a) / 1e9 for _ in range(LIMIT_TRIES))
     time.sleep(SETTLE_S)
-    arrays = [np.ones(READ_BYTES // 8, np.int64) for _ in range(num_threads)]
+    arrays = [np.ones(READ_BYTES // 8) for _ in range(num_threads)]      # float64: the widest steps that NumPy takes
     with ThreadPoolExecutor(num_threads) as pool:
         read = max(num_threads * READ_BYTES / _seconds(lambda: list(pool.map(np.max, arrays))) / 1e9
                    for _ in range(LIMIT_TRIES))

@@ -12,7 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuda.host import elementwise
-from cuda.host.attention import ATTEND, NO_WINDOW, RUN_BYTES, attention_scratch_bytes, positions_per_run, score_stride
+from cuda.host.attention import (
+    ATTEND,
+    MERGE_SPLITS,
+    NO_WINDOW,
+    RUN_BYTES,
+    SPLIT_KEYS,
+    attention_scratch_bytes,
+    positions_per_run,
+    score_stride,
+    split_bytes,
+)
 from cuda.host.commands import CommandList
 from cuda.host.compilation import Kernel
 from cuda.host.cores import num_physical_cores
@@ -42,6 +52,7 @@ Floats = NDArray[np.float32]
 
 ROPE_ROWS = 4096                                # of a table made at a time: the angles are float64
 STRIP_ROWS = 64                                 # rows times strips in one piece of work, where it may be divided
+ITEMS_A_THREAD = 4                              # of attention; with fewer, splits are items
 _ACTIVATIONS = {"silu": elementwise.SILU, "gelu_tanh": elementwise.GELU_TANH}
 
 
@@ -180,7 +191,8 @@ class HostOps:
     def allocate_kv(self, group: KVGroupSpec, num_blocks: int, dtype: KVDtype) -> HostKVCache:
         assert group.k_dim == group.v_dim == self.spec.head_dim, "k and v are rows of one projection here"
         cache = allocate_kv_cache(group, num_blocks, dtype)
-        self._compile([STORE_KV, ATTEND[cache.kind]])
+        self._compile([STORE_KV, ATTEND[cache.kind], MERGE_SPLITS])
+        self._commands.want_scratch(attention_scratch_bytes(self.spec.head_dim))
         return cache
 
     def allocate_tier(self, group: KVGroupSpec, num_blocks: int, dtype: KVDtype) -> HostKVCache:
@@ -335,19 +347,27 @@ class HostOps:
         if self._runs is None:
             self._runs = _runs(batch, positions_per_run(group_size))
             self._max_keys = int(batch.positions.max(initial=-1)) + 1
-        max_keys = self._max_keys
-        assert max_keys <= block_table.shape[1] * BLOCK_SIZE, f"{max_keys} keys in {block_table.shape[1]} blocks"
+        assert self._max_keys <= block_table.shape[1] * BLOCK_SIZE, (
+            f"{self._max_keys} keys in {block_table.shape[1]} blocks")
         window = window or NO_WINDOW
-        max_keys = min(max_keys, window + positions_per_run(group_size))
-        self._commands.want_scratch(attention_scratch_bytes(spec.head_dim, max_keys))
         tables, table_stride = self._ints(block_table, cache.num_blocks, "block ids")
         address, stride = self._place(qkv)
         y, y_address, y_stride = self._new(len(qkv), spec.num_heads * spec.head_dim)
-        parts = -(-group_size // MAX_ROWS)
-        self._commands.add(ATTEND[cache.kind], self._runs.count * spec.num_kv_heads * parts, 1, address, stride,
-                           y_address, y_stride, cache.key_addresses[layer], cache.value_addresses[layer], tables,
-                           table_stride, self._runs.address, spec.num_kv_heads, group_size, spec.head_dim, window,
-                           score_stride(max_keys), cache.keys.shape[-1], cache.values.shape[-1], scale, softcap or 0.0)
+        runs, items = self._runs, self._runs.count * spec.num_kv_heads * -(-group_size // MAX_ROWS)
+        # Of the window's keys and the run's own positions, wherever the splits lie.
+        max_splits = min(-(-self._max_keys // SPLIT_KEYS), (window + positions_per_run(group_size)) // SPLIT_KEYS + 2)
+        if items >= ITEMS_A_THREAD * self.num_threads or self.num_threads == 1:
+            max_splits = 1                  # there is enough to do: an item folds its own splits
+        partials = 0
+        if max_splits > 1:
+            _, partials, _ = self._new(items * max_splits, split_bytes(spec.head_dim) // 4)
+        self._commands.add(ATTEND[cache.kind], items * max_splits, 1, address, stride, y_address, y_stride,
+                           cache.key_addresses[layer], cache.value_addresses[layer], tables, table_stride, runs.address,
+                           spec.num_kv_heads, group_size, spec.head_dim, window, score_stride(), cache.keys.shape[-1],
+                           cache.values.shape[-1], partials, max_splits, scale, softcap or 0.0)
+        if partials:
+            self._commands.add(MERGE_SPLITS, items, self._share(items), y_address, y_stride, runs.address,
+                               spec.num_kv_heads, group_size, spec.head_dim, window, partials, max_splits)
         return y
 
     def gated(self, gate_up: Floats, activation: str) -> Floats:
@@ -415,13 +435,13 @@ def _kernels(spec: ModelSpec, prepared: Any, math: HostMath) -> list[Kernel]:
 
 @cache
 def _strips_at_a_time(num_strips: int, rows: int, num_threads: int) -> int:
-    """Strips that a thread takes together: as many as leave the threads equal shares in at least three turns.
+    """Strips that a thread takes together: as many as leave the threads about equal shares, in three turns or more.
 
     Neighbours are read as one run of memory, which for few rows decides; for many rows a strip is work enough.
     """
     each = -(-num_strips // num_threads)
     for share in range(min(each // 3, STRIP_ROWS // max(rows, 1)), 1, -1):
-        if -(-num_strips // (share * num_threads)) * share <= each:
+        if -(-num_strips // (share * num_threads)) * share <= each + each // 32:
             return share
     return 1
 

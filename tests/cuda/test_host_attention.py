@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from cuda.host.attention import SPLIT_KEYS
 from cuda.host.ops import HostOps
 from cuda.host.register_tile import MAX_ROWS
 from cuda.ops import BLOCK_SIZE, KVDtype
@@ -232,3 +233,62 @@ def test_many_threads_on_few_items() -> None:
     with host_ops(1) as one, host_ops(6) as many:
         for piece in ((0, 0, 1), (3, 0, 17)):
             assert_all_same_bits(Attention(many, 1, 1, 16).run([piece]), Attention(one, 1, 1, 16).run([piece]))
+
+
+class LongAttention(Attention):
+    """One sequence of more keys than two splits hold."""
+    LENGTH = 2 * SPLIT_KEYS + 70
+
+    def __init__(self, ops: Any, heads: int, kv_heads: int, head_dim: int, window: int | None = None,
+                 dtype: KVDtype = "float32") -> None:
+        super().__init__(ops, heads, kv_heads, head_dim, window, dtype=dtype)
+        self.qkv = [random_floats(1, self.LENGTH, (heads + 2 * kv_heads) * head_dim)]
+        self.tables = tables(1, 1, NUM_BLOCKS - 1)
+
+
+LONG = pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "window"), [
+    (3, 1, 24, None), (4, 2, 16, None), (MAX_ROWS + 1, 1, 16, None), (3, 1, 16, SPLIT_KEYS + 30), (2, 1, 16, 40),
+    (3, 1, 16, SPLIT_KEYS)])
+
+
+@dtypes
+@LONG
+def test_long_contexts_against_the_reference(heads: int, kv_heads: int, head_dim: int, window: int | None,
+                                             dtype: KVDtype) -> None:
+    pieces = [(0, 0, 200), (0, 200, 520), (0, 520, LongAttention.LENGTH)]
+    with host_ops() as ops:
+        attention, expected = (LongAttention(back_end, heads, kv_heads, head_dim, window, dtype)
+                               for back_end in (ops, ReferenceOps()))
+        for piece in pieces:
+            [result], [wanted] = attention.run([piece]), expected.run([piece])
+            np.testing.assert_allclose(result, wanted, rtol=1e-4, atol=1e-4)
+
+
+@dtypes
+@LONG
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_splits_of_their_own_and_folded_splits_give_the_same_bits(
+        heads: int, kv_heads: int, head_dim: int, window: int | None, dtype: KVDtype, num_threads: int,
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole, by rows about the edges of splits and windows, and in odd chunks; items of a split and items of all."""
+    length = LongAttention.LENGTH
+    with host_ops(1) as ops:
+        [expected] = LongAttention(ops, heads, kv_heads, head_dim, window, dtype).run([(0, 0, length)])
+    for items_a_thread in (0, 1 << 20):
+        monkeypatch.setattr("cuda.host.ops.ITEMS_A_THREAD", items_a_thread)
+        with host_ops(num_threads) as ops:
+            attention = LongAttention(ops, heads, kv_heads, head_dim, window, dtype)
+            assert_same_bits(attention.run([(0, 0, length)])[0], expected)
+            for start, end in ((length - 1, length), (SPLIT_KEYS - 1, SPLIT_KEYS), (SPLIT_KEYS, SPLIT_KEYS + 1),
+                               (2 * SPLIT_KEYS - 2, 2 * SPLIT_KEYS + 3), (300, 337), (2 * SPLIT_KEYS + 29, length)):
+                [result] = attention.run([(0, start, end)])
+                assert_same_bits(result, expected[start:end])
+
+
+def test_what_is_not_a_number_stays_so_over_splits() -> None:
+    with host_ops(2) as ops:
+        attention = LongAttention(ops, 2, 1, 16)
+        attention.qkv[0][300, 2 * 16:] = np.nan             # a key and a value of the second split
+        [result] = attention.run([(0, 0, attention.LENGTH)])
+        assert np.isfinite(result[:300]).all()
+        assert np.isnan(result[300:]).all()

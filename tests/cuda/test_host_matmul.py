@@ -4,8 +4,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cuda.host import ops as ops_module
 from cuda.host.ops import HostOps
-from cuda.host.register_tile import MAX_ROWS
+from cuda.host.register_tile import MAX_ROWS, PACKED_TILES
 from tests.cuda.host_support import (
     GUARD,
     Floats,
@@ -21,7 +22,8 @@ from tests.cuda.host_support import (
 from weights.quant import Linear, Weight, dequantize
 
 # One tile or less, whole tiles, tiles of unequal height.
-ROWS = sorted({1, 2, 3, 5, 6, 7, MAX_ROWS - 1, MAX_ROWS, MAX_ROWS + 1, 2 * MAX_ROWS, 2 * MAX_ROWS + 1, 40})
+MANY = PACKED_TILES * MAX_ROWS + 1              # rows that are worth unpacked weights
+ROWS = sorted({1, 2, 3, 5, 6, 7, MAX_ROWS - 1, MAX_ROWS, MAX_ROWS + 1, 2 * MAX_ROWS, 2 * MAX_ROWS + 1, MANY - 1, MANY})
 
 FORMATS = [("f4", 0, 0), ("f2", 0, 0), ("bf16", 0, 0), *(("affine", bits, group) for bits in (4, 8)
                                                        for group in (16, 32, 64, 128))]
@@ -76,7 +78,7 @@ def test_product_and_its_bits_for_any_number_of_rows(format: tuple[str, int, int
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: "-".join(map(str, format)))
-@pytest.mark.parametrize("num_rows", [1, 40])
+@pytest.mark.parametrize("num_rows", [1, MAX_ROWS + 1, MANY])
 def test_weights_are_dequantized_to_the_bit(format: tuple[str, int, int], num_rows: int) -> None:
     """A row with a single 1 picks a column of W."""
     outputs, inputs = 33, 128
@@ -97,7 +99,7 @@ def test_any_number_of_outputs_and_inputs(inputs: int) -> None:
     with host_ops() as ops:
         for format in formats:
             for outputs in (1, 15, 16, 17, 31, 32, 33, 100):
-                for num_rows in (1, MAX_ROWS + 1):
+                for num_rows in (1, MAX_ROWS + 1, MANY):
                     head = Linear((make_weight(format, outputs, inputs),))
                     x = random_floats(3, num_rows, inputs)
                     assert_product(multiply(ops, head, x), x, head)
@@ -111,7 +113,7 @@ def test_parts_of_different_formats_with_a_bias() -> None:
              random_dense(5, 3, inputs, "bf16"), random_dense(6, 1, inputs, "f2"), random_affine(7, 33, inputs, 4, 64))
     with host_ops() as ops:
         for bias in (None, random_floats(8, sum(part.shape[0] for part in parts))):
-            for num_rows in (1, 5, MAX_ROWS + 3):
+            for num_rows in (1, 5, MAX_ROWS + 3, MANY):
                 head, x = Linear(parts, bias), random_floats(9, num_rows, inputs)
                 assert_product(multiply(ops, head, x), x, head)
 
@@ -121,7 +123,7 @@ def test_nothing_else_is_written(format: tuple[str, int, int]) -> None:
     """Behind a row lies room for the rest of a pair of strips; all other memory stays as it was."""
     with host_ops() as ops:
         for outputs in (1, 31, 40, 64):
-            for num_rows in (1, 3, MAX_ROWS + 1):
+            for num_rows in (1, 3, MAX_ROWS + 1, MANY):
                 prepared = prepare(ops, make_spec(64), Linear((make_weight(format, outputs, 64),)))
                 x = random_floats(4, num_rows, 64)
                 before = x.copy()
@@ -152,7 +154,7 @@ def test_no_rows() -> None:
         assert multiply(ops, Linear((random_affine(0, 32, 64, 4, 32),)), np.zeros((0, 64), np.float32)).shape == (0, 32)
 
 
-@pytest.mark.parametrize("num_rows", [1, 7, 30])
+@pytest.mark.parametrize("num_rows", [1, 7, 30, MANY])
 def test_a_row_that_is_not_finite_spoils_no_other(num_rows: int) -> None:
     for format in (("f4", 0, 0), ("bf16", 0, 0), ("affine", 4, 32), ("affine", 8, 32)):
         head = Linear((make_weight(format, 40, 64),))
@@ -173,10 +175,22 @@ def test_bits_do_not_depend_on_threads() -> None:
         with host_ops(num_threads) as ops:
             results[num_threads] = [
                 multiply(ops, Linear((make_weight(format, 500, 128),)), random_floats(6, num_rows, 128))
-                for format in (("f2", 0, 0), ("affine", 4, 64), ("affine", 8, 16)) for num_rows in (1, 4, 25)]
+                for format in (("f2", 0, 0), ("affine", 4, 64), ("affine", 8, 16)) for num_rows in (1, 4, 25, MANY)]
     for num_threads in (2, 3):
         for result, expected in zip(results[num_threads], results[1], strict=True):
             assert_same_bits(result, expected)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 8])
+def test_threads_take_about_equal_shares_of_neighbours(num_threads: int) -> None:
+    for num_strips in (1, 2, 18, 30, 96, 1536, 8192):
+        for rows in (0, 1, 8, 40, 512):
+            share = ops_module._strips_at_a_time(num_strips, rows, num_threads)
+            turns = -(-num_strips // share)
+            busiest = -(-turns // num_threads) * share
+            assert busiest <= max(1, -(-num_strips // num_threads)) * 33 / 32
+            assert share == 1 or (share * rows <= 64 and turns >= 3 * num_threads)
+    assert ops_module._strips_at_a_time(1536, 1, num_threads) > 1
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
