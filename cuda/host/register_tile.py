@@ -170,12 +170,14 @@ def _build_affine_tile(builder: ir.IRBuilder, num_rows: int, strip: ir.Value, nu
         with cgutils.for_range(builder, num_groups) as outer:
             groups = [builder.add(half, builder.mul(outer.index, group_bytes)) for half in halves]
             scales, offsets = _heads(builder, groups)
+            if halves[0] is strip:
+                _prefetch(builder, groups[0], GROUP_HEAD_BYTES)
             with cgutils.for_range(builder, rows_in_group) as inner:
                 row = builder.add(builder.mul(inner.index, I64(row_bytes)), I64(GROUP_HEAD_BYTES))
                 k = builder.add(builder.mul(outer.index, group), builder.mul(inner.index, I64(ROW_INPUTS)))
                 codes = [builder.add(head, row) for head in groups]
                 if halves[0] is strip:
-                    _prefetch_row(builder, codes[0], row_bytes)
+                    _prefetch(builder, codes[0], row_bytes)
                 words = [[emit_words(builder, builder.add(address, I64(offset))) for address in codes]
                          for offset in range(0, row_bytes, STRIP_BYTES)]
                 for place, (word, index) in enumerate(_PLACES[bits]):
@@ -201,9 +203,10 @@ def _heads(builder: ir.IRBuilder, groups: list[ir.Value]) -> tuple[list[ir.Value
             [emit_load(builder, builder.add(head, I64(STRIP_BYTES)), VECTOR, 4) for head in groups])
 
 
-def _prefetch_row(builder: ir.IRBuilder, codes: ir.Value, row_bytes: int) -> None:
-    for offset in range(0, row_bytes, VECTOR_BYTES):
-        emit_prefetch(builder, builder.add(codes, I64(AHEAD_BYTES + offset)))
+def _prefetch(builder: ir.IRBuilder, address: ir.Value, num_bytes: int) -> None:
+    """What is as far ahead of these bytes of a strip."""
+    for offset in range(0, num_bytes, VECTOR_BYTES):
+        emit_prefetch(builder, builder.add(address, I64(AHEAD_BYTES + offset)))
 
 
 @instruction(types.void, *[types.int64] * 10)
@@ -271,6 +274,8 @@ def _build_int16_tile(builder: ir.IRBuilder, num_rows: int, strip: ir.Value, num
         with cgutils.for_range(builder, num_groups) as outer:
             groups = [builder.add(_halves(builder, strip)[v], builder.mul(outer.index, group_bytes)) for v in together]
             scales, offsets = _heads(builder, groups)
+            if together[0] == 0:
+                _prefetch(builder, groups[0], GROUP_HEAD_BYTES)
             with cgutils.for_range(builder, blocks_in_group) as middle:
                 number = builder.add(builder.mul(outer.index, blocks_in_group), middle.index)
                 head = builder.mul(number, block_bytes)
@@ -281,7 +286,7 @@ def _build_int16_tile(builder: ir.IRBuilder, num_rows: int, strip: ir.Value, num
                 with cgutils.for_range(builder, rows_in_block) as inner:
                     row = builder.add(first_row, builder.mul(inner.index, I64(row_bytes)))
                     if together[0] == 0:
-                        _prefetch_row(builder, builder.add(groups[0], row), row_bytes)
+                        _prefetch(builder, builder.add(groups[0], row), row_bytes)
                     codes = [emit_code_pairs(builder, builder.add(group_head, row), bits) for group_head in groups]
                     pairs = builder.add(builder.add(head, I64(BLOCK_HEAD_BYTES)),
                                         builder.mul(inner.index, I64(2 * ROW_INPUTS)))

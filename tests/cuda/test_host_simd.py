@@ -35,6 +35,7 @@ from cuda.host.simd import (
     maximum,
     nibble,
     pause,
+    prefetch,
     real,
     scalar_fma,
     splat,
@@ -90,6 +91,17 @@ def test_vectors_need_no_alignment() -> None:
         assert (target[shift + 3:shift + 19] == source[shift:shift + 16]).all()
         assert (target[:shift + 3] == GUARD).all()
         assert (target[shift + 19:] == GUARD).all()
+
+
+def test_any_address_may_be_asked_for() -> None:
+    @compiled
+    def ask(address: int) -> None:
+        prefetch(address)
+
+    values = np.arange(16, dtype=np.float32)
+    for address in (at(values), at(values) + 3, 0, -1, 1 << 62):
+        ask(address)
+    assert values.tolist() == list(range(16))
 
 
 def test_load_first_and_store_first() -> None:

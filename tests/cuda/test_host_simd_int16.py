@@ -1,10 +1,8 @@
 """Each instruction of 16-bit arithmetic by itself, against NumPy."""
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-import numba
 import numpy as np
 import pytest
 from llvmlite import ir
@@ -22,16 +20,9 @@ from cuda.host.simd_int16 import (
     store_int16,
 )
 from tests.cuda.host_support import assert_same_bits, needs_pairs, random_affine
-from tests.cuda.test_host_simd import at, on_vectors
-
-F = TypeVar("F", bound=Callable[..., Any])
+from tests.cuda.test_host_simd import at, compiled, on_vectors
 
 ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])      # of 8 inputs in a quantized row
-
-
-def compiled(function: F) -> F:
-    made: F = numba.njit(nogil=True, error_model="numpy")(function)
-    return made
 
 
 def add_products(bits: int, whole: bool) -> Any:
