@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
+from actors.grammars import Grammars
 from actors.mailbox import Mailbox
 from actors.messages import StartedSequence, StepPlan, StepResult
 from actors.policy.kv_group import BLOCK_SIZE
@@ -51,6 +54,7 @@ class Executor:
         self._broken: dict[int, str] = {}           # slots whose sequence could not enter, until it ends: why
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._runner: BaseRunner | None = None
+        self.grammars: Grammars | None = None       # set before the first plan; the vocabulary loads meanwhile
 
     @property
     def forward_s(self) -> float:
@@ -185,9 +189,10 @@ class Executor:
             self._broken.pop(slot, None)
         for started in plan.started:
             try:
-                runner.start(started.slot, started.token_ids, started.num_prompt_tokens, _slot_sampling(started),
+                runner.start(started.slot, started.token_ids, started.num_prompt_tokens, self._slot_sampling(started),
                              started.block_ids, wants_token=started.sampling.max_tokens != 0,
-                             prompt_logprobs=started.sampling.prompt_logprobs)
+                             prompt_logprobs=started.sampling.prompt_logprobs,
+                             pooling=started.sampling.pooling)
             except DeviceLost:
                 raise
             except Exception as error:
@@ -197,6 +202,18 @@ class Executor:
         for slot, group, block_ids in plan.new_blocks:
             if slot not in self._broken:
                 runner.append_blocks(slot, group, block_ids)
+
+    def _slot_sampling(self, started: StartedSequence) -> SlotSampling:
+        """Raises: ValueError."""
+        plain = _slot_sampling(started)
+        if started.sampling.structured_outputs is None:
+            return plain
+        assert self.grammars is not None, "grammars come before plans"
+        output_ids = started.token_ids[started.num_prompt_tokens:]
+        # NOTE: stop ids are the matcher's to mask: where a grammar has no other way on, min_tokens gives way.
+        return replace(plain, min_tokens=0, constraint=self.grammars.matcher(
+            started.sampling.structured_outputs, started.stop_ids, started.sampling.min_tokens,
+            started.sampling.ignore_eos, output_ids))
 
     def _look_up(self, runner: BaseRunner, plan: StepPlan) -> Callable[[], Hints]:
         if not plan.lookups:
@@ -243,11 +260,14 @@ def _result(step_id: int, output: StepOutput, prefix_hints: Hints, failed: tuple
             elapsed_s: float) -> StepResult:
     sampled = output.sampled
     slots = output.slots.tolist()
+    pooled = tuple((slot, tuple(state.tolist())) for slot, state in output.pooled)
     return StepResult(
         step_id=step_id, slots=tuple(slots), positions=tuple(output.positions.tolist()),
         token_ids=tuple(sampled.token_ids.tolist()), logprobs=tuple(sampled.logprobs.tolist()),
         top_logprobs=sampled.top_logprobs,
         prompt_slots=tuple(output.prompt_slots.tolist()), prompt_positions=tuple(output.prompt_positions.tolist()),
         prompt_logprobs=tuple(output.prompt_logprobs.tolist()), prompt_top_logprobs=output.prompt_top_logprobs,
-        failed=failed + tuple((slots[row], reason) for row, reason in sampled.failed), elapsed_s=elapsed_s,
-        prefix_hints=prefix_hints)
+        pooled=pooled,
+        failed=failed + tuple((slots[row], reason) for row, reason in sampled.failed) + tuple(
+            (slot, "hidden states are not finite") for slot, state in pooled if not all(map(math.isfinite, state))),
+        elapsed_s=elapsed_s, prefix_hints=prefix_hints)

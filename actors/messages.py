@@ -32,6 +32,7 @@ class ChatPrompt:
     add_generation_prompt: bool = True
     continue_final_message: bool = False    # the prompt ends with the last message's content
     template_kwargs_json: bytes = b"{}"     # what else the template is given
+    tools_json: bytes = b"[]"               # as OpenAI's API has them
 
 
 Prompt: TypeAlias = str | tuple[int, ...] | ChatPrompt
@@ -212,6 +213,7 @@ class StepResult:
     # Hints: (request id, leading blocks that the device's table had) for each look-up; none where the step failed.
     prefix_hints: tuple[tuple[str, int], ...] = ()
     error: str = ""                         # the whole step failed; the engine goes on
+    pooled: tuple[tuple[int, tuple[float, ...]], ...] = ()  # (slot, its whole prompt's pooled hidden state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +239,7 @@ class SequenceTokens:
     logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[TopLogprobs, ...] = ()
     prompt_logprobs: tuple[tuple[int, float, TopLogprobs], ...] = ()     # (position, logprob, best alternatives)
+    pooled: tuple[float, ...] = ()          # with finish, where asked for: the prompt's hidden state
     finish: Finish | None = None
     error: str = ""                         # for rejected and failed
     error_field: str = ""                   # of rejected: the parameter (if not the prompt), or the queue's limit
@@ -252,7 +255,8 @@ class NewTokens:
     """
     step_id: int
     accepted: tuple[str, ...] = ()          # request ids that are in the queue now
-    entered: tuple[tuple[str, int, str], ...] = ()  # (request id, tokens found in the cache, why no more: see `Usage`)
+    # (request id, tokens found in the cache, why no more: see `Usage`, when it was queued, when it entered)
+    entered: tuple[tuple[str, int, str, float, float], ...] = ()
     request_ids: tuple[str, ...] = ()       # request_ids[i] got token_ids[i]; several entries of one are in order
     token_ids: tuple[int, ...] = ()
     rows: tuple[SequenceTokens, ...] = ()
@@ -281,6 +285,7 @@ class TextDelta:
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     prompt_token_ids: tuple[int, ...] = ()  # in the first delta
+    pooled: tuple[float, ...] = ()          # in the last delta, where asked for: the prompt's hidden state [C]
     finish: Finish | None = None            # set exactly once, in the last delta
     stop_reason: str | int | None = None    # the stop string or stop id that ended it (None: end of sequence)
     error: str = ""                         # for rejected and failed
@@ -289,6 +294,8 @@ class TextDelta:
     retry_after_s: float | None = None      # rejected because the queue is full: try again after this
     num_cached_tokens: int | None = None    # with the first token: so much of the prompt the prefix cache had
     num_truncated_tokens: int = 0           # in the first delta: of the prompt, cut off because the caller allowed it
+    # With the first token, and the end: when it was in the queue and when it left it, by the engine's time.monotonic().
+    queued_entered_s: tuple[float, float] | None = None
 
 
 Message: TypeAlias = Generate | Abort | NewSequence | Reserve | Reserved | StepPlan | StepResult | NewTokens | TextDelta

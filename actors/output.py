@@ -129,4 +129,6 @@ def merge(deltas: Sequence[TextDelta]) -> TextDelta:
         finish=last.finish, stop_reason=last.stop_reason, error=last.error, error_field=last.error_field,
         usage=last.usage, retry_after_s=last.retry_after_s,
         num_cached_tokens=next((num for delta in deltas if (num := delta.num_cached_tokens) is not None), None),
-        num_truncated_tokens=max(delta.num_truncated_tokens for delta in deltas))
+        pooled=last.pooled,
+        num_truncated_tokens=max(delta.num_truncated_tokens for delta in deltas),
+        queued_entered_s=next((delta.queued_entered_s for delta in deltas if delta.queued_entered_s), None))

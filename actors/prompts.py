@@ -31,7 +31,8 @@ def encode_prompt(vocab: Vocab, prompt: Prompt, vocab_size: int, max_tokens: int
     """
     if isinstance(prompt, ChatPrompt):
         ids = vocab.encode_chat(orjson.loads(prompt.messages_json), prompt.add_generation_prompt, max_tokens,
-                                prompt.continue_final_message, template_kwargs(vocab, prompt))
+                                prompt.continue_final_message, template_kwargs(vocab, prompt),
+                                _tools(vocab, prompt))
     elif isinstance(prompt, str):
         ids = vocab.encode(prompt, add_special, max_tokens)
     else:
@@ -85,7 +86,8 @@ def _num_to_keep(sampling: SamplingParams, most: int, max_model_len: int) -> int
 def render_chat(vocab: Vocab, prompt: ChatPrompt) -> str:
     """Raises: ParameterError, ValueError."""
     return vocab.render_chat(orjson.loads(prompt.messages_json), prompt.add_generation_prompt,
-                             prompt.continue_final_message, template_kwargs(vocab, prompt))
+                             prompt.continue_final_message, template_kwargs(vocab, prompt),
+                             _tools(vocab, prompt))
 
 
 def template_kwargs(vocab: Vocab, prompt: ChatPrompt) -> dict[str, Any]:
@@ -94,6 +96,14 @@ def template_kwargs(vocab: Vocab, prompt: ChatPrompt) -> dict[str, Any]:
     if reserved := vocab.reserved_template_names & kwargs.keys():
         raise ParameterError("chat_template_kwargs", f"{min(reserved)} is not the caller's to set")
     return kwargs
+
+
+def _tools(vocab: Vocab, prompt: ChatPrompt) -> list[dict[str, Any]]:
+    """Raises: ParameterError where the model could not be told of them."""
+    tools: list[dict[str, Any]] = orjson.loads(prompt.tools_json)
+    if tools and not vocab.knows_tools:
+        raise ParameterError("tools", "this model's chat template knows no tools")
+    return tools
 
 
 def bad_word_ids(vocab: Vocab, sampling: SamplingParams) -> tuple[tuple[int, ...], ...]:

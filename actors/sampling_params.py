@@ -1,9 +1,11 @@
 """How a request wants its tokens chosen. Names and meanings are vLLM's and OpenAI's."""
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
@@ -13,6 +15,11 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 MAX_BAD_WORD_IDS = 1024                     # tokens of them all, in every spelling
 MAX_PRIORITY = 2**31 - 1
+MAX_SCHEMA_CHARS = 1 << 18
+MAX_SCHEMA_KEYS = 4096                      # of a JSON schema and all in it: to compile 4,096 properties takes a second
+MAX_GRAMMAR_CHARS = 1 << 16                 # of a regular expression or grammar
+MAX_GRAMMAR_COLONS = 2048                   # no grammar has more rules than colons
+MAX_CHOICES = 4096
 
 
 class ParameterError(ValueError):
@@ -24,11 +31,127 @@ class ParameterError(ValueError):
         self.message = message
 
 
+GrammarKind: TypeAlias = Literal["json", "regex", "choice", "grammar", "calls"]
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """The form that an answer has to have, as plain text. See `structured_outputs`.
+
+    kind, text: "json" and a JSON schema, "regex" and a regular expression, "choice" and a JSON list of strings,
+    "grammar" and a grammar in the Lark or GBNF notation, "calls" and what `actors.call_grammar` made.
+    """
+    kind: GrammarKind
+    text: str
+    name: str = field(default="structured_outputs", compare=False)      # the field that it came by, for errors
+    any_whitespace: bool = True             # between the parts of JSON, up to a bound; else none
+
+
+def structured_outputs(wanted: Mapping[str, Any], field: str = "structured_outputs") -> StructuredOutputs:
+    """From vLLM's object: one of json (a JSON schema, or its text), json_object, regex, choice, grammar; and
+    disable_any_whitespace, disable_fallback (there is none).
+
+    Raises: ParameterError.
+    """
+    known = ("json", "json_object", "regex", "choice", "grammar")
+    for name in wanted.keys() - {*known, "disable_any_whitespace", "disable_fallback"}:
+        raise ParameterError(field, f"{name!r:.80} is not known")
+    for name in ("json_object", "disable_any_whitespace", "disable_fallback"):
+        if wanted.get(name) not in (None, True, False):
+            raise ParameterError(f"{field}.{name}", "must be true or false")
+    given = [name for name in known if wanted.get(name) is not None and (name, wanted[name]) != ("json_object", False)]
+    if len(given) != 1:
+        raise ParameterError(field, f"must have one of {', '.join(known)}, got {' and '.join(given) or 'none'}")
+    kind, where, any_whitespace = given[0], f"{field}.{given[0]}", not wanted.get("disable_any_whitespace")
+    if kind == "json_object":
+        return StructuredOutputs("json", '{"type":"object"}', where, any_whitespace)
+    return structured_output(kind, wanted[kind], where, any_whitespace)
+
+
+def structured_output(kind: str, value: object, field: str, any_whitespace: bool = True) -> StructuredOutputs:
+    """kind: a `GrammarKind`. value: of json an object or boolean, or JSON text of one, of choice a list; else text.
+
+    Raises: ParameterError naming `field`.
+    """
+    if kind == "json":
+        return _json_schema(value, field, any_whitespace)
+    if kind == "choice":
+        return _choice(value, field)
+    return _pattern("regex" if kind == "regex" else "grammar", value, field)
+
+
+def _json_schema(schema: object, field: str, any_whitespace: bool) -> StructuredOutputs:
+    if isinstance(schema, str):
+        if len(schema) > MAX_SCHEMA_CHARS:
+            raise ParameterError(field, f"has {len(schema)} characters, at most {MAX_SCHEMA_CHARS}")
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise ParameterError(field, f"is no JSON: {error}") from None
+    if isinstance(schema, bool):
+        if not schema:
+            raise ParameterError(field, "false allows nothing")
+        schema = {}
+    if not isinstance(schema, Mapping):
+        raise ParameterError(field, f"must be a JSON schema, which is an object, got {type(schema).__name__}")
+    if "x-guidance" in schema:
+        raise ParameterError(field, "x-guidance is not the caller's to set")
+    try:
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ParameterError(field, f"is no JSON: {error}") from None
+    if len(text) > MAX_SCHEMA_CHARS:
+        raise ParameterError(field, f"has {len(text)} characters, at most {MAX_SCHEMA_CHARS}")
+    num_keys = _num_keys(schema)
+    if num_keys > MAX_SCHEMA_KEYS:
+        raise ParameterError(field, f"has {num_keys} keys, at most {MAX_SCHEMA_KEYS}")
+    return StructuredOutputs("json", text, field, any_whitespace)
+
+
+def _num_keys(schema: object) -> int:
+    """In all objects. It bounds how deep definitions can refer to one another, too."""
+    num_keys, todo = 0, [schema]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, Mapping):
+            num_keys += len(value)
+            todo += value.values()
+        elif isinstance(value, (list, tuple)):
+            todo += value
+    return num_keys
+
+
+def _choice(choices: object, field: str) -> StructuredOutputs:
+    if not isinstance(choices, (list, tuple)) or not choices or not all(isinstance(one, str) for one in choices):
+        raise ParameterError(field, "must be a list of at least one string")
+    if len(choices) > MAX_CHOICES:
+        raise ParameterError(field, f"has {len(choices)} strings, at most {MAX_CHOICES}")
+    if not all(choices):
+        raise ParameterError(field, "must be non-empty strings")
+    return _pattern("choice", json.dumps(choices, ensure_ascii=False), field)
+
+
+def _pattern(kind: GrammarKind, text: object, field: str) -> StructuredOutputs:
+    if not isinstance(text, str) or not text:
+        raise ParameterError(field, "must be a non-empty string")
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise ParameterError(field, f"has {len(text)} characters, at most {MAX_GRAMMAR_CHARS}")
+    if kind == "grammar" and text.count(":") > MAX_GRAMMAR_COLONS:
+        raise ParameterError(field, f"has {text.count(':')} rules, at most {MAX_GRAMMAR_COLONS}")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ParameterError(field, "is not Unicode text") from None
+    return StructuredOutputs(kind, text, field)
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Everything that decides the tokens of one completion, and what is reported about them.
 
     As in vLLM, `stop` may be one string, `logit_bias` a dictionary, and lists do for tuples; None stands for nothing.
+    `structured_outputs` may be a dictionary, see the function of that name.
 
     Raises: ParameterError, naming the field.
     """
@@ -52,7 +175,10 @@ class SamplingParams:
     include_stop_str_in_output: bool = False    # the text ends with the stop string or token that ended it
     allowed_token_ids: tuple[int, ...] | None = None    # no other token is sampled; None: any is
     bad_words: tuple[str, ...] = ()         # texts whose tokens do not follow one another in the answer
+    structured_outputs: StructuredOutputs | None = None     # what form the answer has; None: any
     truncate_prompt_tokens: int | None = None   # cut a prompt's beginning off past so many; -1: so that it fits
+    # With max_tokens 0: report the final hidden states of the prompt's tokens, their mean or the last one.
+    pooling: Literal["mean", "last"] | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -66,7 +192,11 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise ParameterError(name, f"must be true or false, got {getattr(self, name)!r}")
         _int("max_tokens", self.max_tokens, 0, 2**31 - 1, optional=True)
-        if self.max_tokens == 0 and self.prompt_logprobs is None:
+        if self.pooling not in (None, "mean", "last"):
+            raise ParameterError("pooling", f"must be mean or last, got {self.pooling!r:.80}")
+        if self.pooling is not None and (self.max_tokens != 0 or self.prompt_logprobs is not None):
+            raise ParameterError("pooling", "is for max_tokens 0, without prompt_logprobs")
+        if self.max_tokens == 0 and self.prompt_logprobs is None and self.pooling is None:
             raise ParameterError("max_tokens", "must be at least 1 (0 only with prompt_logprobs)")
         _int("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -98,6 +228,10 @@ class SamplingParams:
                 raise ParameterError("bad_words", "must be non-empty strings")
             if len(word) > MAX_BAD_WORD_CHARS:
                 raise ParameterError("bad_words", f"a word has {len(word)} characters, at most {MAX_BAD_WORD_CHARS}")
+        if isinstance(self.structured_outputs, Mapping):
+            object.__setattr__(self, "structured_outputs", structured_outputs(self.structured_outputs))
+        if not isinstance(self.structured_outputs, (StructuredOutputs, type(None))):
+            raise ParameterError("structured_outputs", f"must be an object, got {self.structured_outputs!r:.80}")
         _int("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, 2**31 - 1, optional=True)
         if self.truncate_prompt_tokens == 0:
             raise ParameterError("truncate_prompt_tokens", "must be at least 1, or -1")
@@ -119,11 +253,11 @@ class SamplingParams:
 
     def check_vocab(self, vocab_size: int) -> None:
         """Raises: ParameterError where a token id is not in the vocabulary."""
-        for field, ids in (("stop_token_ids", self.stop_token_ids), ("allowed_token_ids", self.allowed_token_ids or ()),
-                           ("logit_bias", tuple(token_id for token_id, _ in self.logit_bias))):
+        for name, ids in (("stop_token_ids", self.stop_token_ids), ("allowed_token_ids", self.allowed_token_ids or ()),
+                          ("logit_bias", tuple(token_id for token_id, _ in self.logit_bias))):
             for token_id in ids:
                 if token_id >= vocab_size:
-                    raise ParameterError(field, f"token id {token_id} is not in the vocabulary of {vocab_size}")
+                    raise ParameterError(name, f"token id {token_id} is not in the vocabulary of {vocab_size}")
 
 
 def _token_ids(field: str, value: object) -> tuple[int, ...]:

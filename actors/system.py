@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from actors.executor import Executor
+from actors.grammars import Grammars
 from actors.kv_pool import KVPool
 from actors.mailbox import Mailbox
 from actors.messages import Abort, Generate
@@ -231,8 +232,9 @@ class System:
         self.sampling_defaults = self._sampling_defaults()
         told_group = self._told_group()
         self.pool = KVPool(BlockPool(pool_groups, poison=config.debug, told_group=told_group), check=config.debug)
+        grammars = self.executor.grammars = Grammars(self.vocab, model.spec.vocab_size)
         self.tokenizer = Tokenizer(self.vocab, model.spec.vocab_size, self.sizes.max_model_len, scheduler_inbox,
-                                   self.output.deliver, config.seed, self._cache_names())
+                                   self.output.deliver, config.seed, self._cache_names(), grammars)
         policy = SchedulerPolicy(SchedulerConfig(
             max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.sizes.max_model_len, groups=pool_groups, overlap=overlap,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from actors.grammars import Grammars
 from actors.mailbox import Mailbox
 from actors.messages import (
     Abort,
@@ -44,6 +45,7 @@ class _Text:
     num_truncated_tokens: int
     num_output_tokens: int = 0
     cached: tuple[int, str] = (0, "")       # tokens found in the prefix cache, and why no more
+    queued_entered_s: tuple[float, float] | None = None     # as in `TextDelta`
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +64,17 @@ class Tokenizer:
 
     def __init__(self, vocab: Vocab, vocab_size: int, max_model_len: int, scheduler: Mailbox[SchedulerMessage],
                  deliver: Callable[[Sequence[TextDelta]], None], seed: int | None = None,
-                 cache: CacheNames | None = None) -> None:
+                 cache: CacheNames | None = None, grammars: Grammars | None = None) -> None:
         """seed: where the seeds of requests without one come from; None: the system's randomness. cache: how KV blocks
-        are named; None: they are not, and only children of one parent find them."""
+        are named; None: they are not, and only children of one parent find them. grammars: where those that are
+        compiled lie for the executor to find."""
         self.vocab = vocab
         self.vocab_size = vocab_size        # of the model: a tokenizer may have more ids than the embedding has rows
         self.max_model_len = max_model_len
         self.scheduler = scheduler
         self.deliver = deliver
         self.cache = cache
+        self.grammars = grammars or Grammars(vocab, vocab_size)
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
         self.inbox: Mailbox[Generate | Abort | NewTokens] = Mailbox()
         self._encoding: dict[str, asyncio.Task[None]] = {}
@@ -118,12 +122,16 @@ class Tokenizer:
         """In a worker thread. Raises: ValueError."""
         sampling, vocab = generate.sampling, self.vocab
         sampling.check_vocab(self.vocab_size)
+        if sampling.structured_outputs is not None:
+            self.grammars.check(sampling.structured_outputs)
         prompt = serving_ids(vocab, generate.prompt, sampling, self.vocab_size, self.max_model_len)
         ids, room = prompt.ids, self.max_model_len - len(prompt.ids)
         max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
         # A stop string that is itself a control token has no text to be found in: it stops by its id.
         special_stops = {stop: token_id for stop in sampling.stop if (token_id := vocab.special_id(stop)) is not None}
-        stop_ids = dict.fromkeys((*(() if sampling.ignore_eos else sorted(vocab.stop_ids)),
+        # A grammar ends by it whatever was asked for: the executor masks it while there is another way on.
+        ignores_eos = sampling.ignore_eos and sampling.structured_outputs is None
+        stop_ids = dict.fromkeys((*(() if ignores_eos else sorted(vocab.stop_ids)),
                                   *sampling.stop_token_ids, *special_stops.values()))
         root = self._root(generate)
         sequence = NewSequence(
@@ -166,15 +174,18 @@ class Tokenizer:
 
     def _decode_all(self, message: NewTokens) -> list[TextDelta]:
         deltas: list[TextDelta | None] = [self._first_delta(request_id) for request_id in message.accepted]
-        for request_id, num_cached_tokens, cache_miss in message.entered:
-            if request_id in self._texts:
-                self._texts[request_id].cached = num_cached_tokens, cache_miss
+        for request_id, num_cached_tokens, cache_miss, queued_s, entered_s in message.entered:
+            if (text := self._texts.get(request_id)) is not None:
+                text.cached = num_cached_tokens, cache_miss
+                text.queued_entered_s = queued_s, entered_s
         for request_id, token_id in zip(message.request_ids, message.token_ids, strict=True):
             state = self._texts.get(request_id)
             if state is not None and not state.stop_strings.stops:      # most of them
                 state.num_output_tokens += 1
+                is_first = state.num_output_tokens == 1
                 deltas.append(TextDelta(request_id, state.detokenizer.push((token_id,)), (token_id,),
-                                        num_cached_tokens=state.cached[0] if state.num_output_tokens == 1 else None))
+                                        num_cached_tokens=state.cached[0] if is_first else None,
+                                        queued_entered_s=state.queued_entered_s if is_first else None))
             else:
                 deltas.append(self._decode(SequenceTokens(request_id, (token_id,))))
         deltas += map(self._decode, message.rows)
@@ -232,7 +243,8 @@ class Tokenizer:
             error_field=row.error_field or ("prompt" if finish == "rejected" else ""),
             usage=None if finish is None else Usage(
                 len(state.sequence.token_ids), state.num_output_tokens, *state.cached),
-            retry_after_s=row.retry_after_s, num_cached_tokens=state.cached[0] if is_first else None)
+            retry_after_s=row.retry_after_s, num_cached_tokens=state.cached[0] if is_first else None,
+            queued_entered_s=state.queued_entered_s if is_first or finish is not None else None, pooled=row.pooled)
 
     def _hold_back(self, state: _Text, text: str) -> tuple[str, str | None]:
         """What of `text` can be shown already, and the stop string that it completes."""

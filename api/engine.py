@@ -84,6 +84,10 @@ class EngineInfo:
     kv_tier_tokens: int = 0                 # room in host memory for what leaves the KV cache
     max_queued_requests: int | None = None  # that wait without room for them; None: any number
     kv_groups: tuple[Group, ...] = ()       # layers of like KV geometry: their blocks and windows
+    hidden_size: int = 0                    # of its hidden states, and so of embeddings
+    chat_template: str | None = None        # its source
+    knows_tools: bool = False               # the chat template tells the model of tools
+    control_tokens: frozenset[str] = frozenset()    # how they are spelled
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +121,7 @@ class Completion:
     prompt_logprobs: tuple[TokenLogprob, ...]
     prompt_token_ids: tuple[int, ...]
     num_truncated_tokens: int = 0           # of the prompt, that were cut off
+    pooled: tuple[float, ...] = ()          # the prompt's hidden state [C], where `SamplingParams.pooling` asks for it
 
 
 class Engine:
@@ -156,15 +161,15 @@ class Engine:
 
     async def generate(self, prompt: PromptInput, sampling: SamplingParams | None = None, *, choice: int = 0,
                        add_generation_prompt: bool = True, continue_final_message: bool = False,
-                       chat_template_kwargs: Mapping[str, Any] | None = None, priority: int = 0, user: str = "",
-                       cache_salt: str = "", tenant: str = "", parent_id: str = "",
-                       num_children: int = 1) -> AsyncIterator[TextDelta]:
+                       chat_template_kwargs: Mapping[str, Any] | None = None,
+                       tools: Sequence[dict[str, Any]] = (), priority: int = 0, user: str = "", cache_salt: str = "",
+                       tenant: str = "", parent_id: str = "", num_children: int = 1) -> AsyncIterator[TextDelta]:
         """Stream one completion. Leaving the iterator (break, cancel, aclose) aborts the request.
 
         The first delta comes when the request is admitted, before it runs: it has the prompt's ids and no tokens.
 
         sampling: None takes the model's own defaults. add_generation_prompt, continue_final_message,
-        chat_template_kwargs: of chat messages, see `tokenize`.
+        chat_template_kwargs, tools: of chat messages, see `tokenize`.
         priority: lower comes first; only under scheduling policy "priority".
         tenant, user: who asks, as the door knows him, and for whom, by his own word; a fair share is the tenant's, and
         within it the user's; cache scope "key" looks at the tenant alone.
@@ -186,7 +191,7 @@ class Engine:
             raise ParameterError("priority", f"is for scheduling_policy priority, here it is {policy}")
         request_id = f"r{next(self._next_id)}"
         stream = OutputStream(request_id, self._system.abort)
-        encodable = _prompt(prompt, add_generation_prompt, continue_final_message, chat_template_kwargs)
+        encodable = _prompt(prompt, add_generation_prompt, continue_final_message, chat_template_kwargs, tools)
         request = Generate(request_id, encodable, sampling or self.default_sampling(), choice,
                            time.monotonic(), priority, user, cache_salt, tenant, parent_id, num_children)
         self._open(stream)
@@ -216,7 +221,7 @@ class Engine:
         assert whole.finish is not None, "the last delta ends the request"
         assert whole.usage is not None, "a finished request has its usage"
         return Completion(whole.text, whole.token_ids, whole.finish, whole.stop_reason, whole.usage, whole.logprobs,
-                          whole.prompt_logprobs, whole.prompt_token_ids, whole.num_truncated_tokens)
+                          whole.prompt_logprobs, whole.prompt_token_ids, whole.num_truncated_tokens, whole.pooled)
 
     def default_sampling(self, **changes: Any) -> SamplingParams:
         """The model's own sampling defaults, with `changes`."""
@@ -224,24 +229,25 @@ class Engine:
 
     async def tokenize(self, prompt: PromptInput, *, add_special_tokens: bool = True,
                        add_generation_prompt: bool = True, continue_final_message: bool = False,
-                       chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
+                       chat_template_kwargs: Mapping[str, Any] | None = None,
+                       tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         """The ids that `generate` makes of a prompt, of any length. An empty prompt has none.
 
         add_special_tokens: of text: begin as the model's texts begin. Of chat messages: add_generation_prompt: the
         prompt ends with the beginning of an answer; continue_final_message: with the last message's content, as it is;
-        chat_template_kwargs: what else the template is given, plain data.
+        chat_template_kwargs: what else the template is given, plain data; tools: as OpenAI's API has them.
         Raises: ParameterError.
         """
-        encodable = _prompt(prompt, add_generation_prompt, continue_final_message, chat_template_kwargs)
+        encodable = _prompt(prompt, add_generation_prompt, continue_final_message, chat_template_kwargs, tools)
         vocab, vocab_size = self._system.vocab, self.info.vocab_size
         return await self._find_out(encodable, lambda: encode_prompt(vocab, encodable, vocab_size,
                                                                      add_special=add_special_tokens))
 
     async def render(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True,
-                     continue_final_message: bool = False,
-                     chat_template_kwargs: Mapping[str, Any] | None = None) -> str:
+                     continue_final_message: bool = False, chat_template_kwargs: Mapping[str, Any] | None = None,
+                     tools: Sequence[dict[str, Any]] = ()) -> str:
         """The prompt that the chat template makes of `messages`, as text. Raises: ParameterError."""
-        encodable = _prompt(messages, add_generation_prompt, continue_final_message, chat_template_kwargs)
+        encodable = _prompt(messages, add_generation_prompt, continue_final_message, chat_template_kwargs, tools)
         if not isinstance(encodable, ChatPrompt):
             raise ParameterError("messages", "must be a list of at least one message")
         vocab = self._system.vocab
@@ -318,7 +324,7 @@ class Engine:
 
 
 def _prompt(prompt: PromptInput, add_generation_prompt: bool, continue_final_message: bool,
-            chat_template_kwargs: Mapping[str, Any] | None) -> Prompt:
+            chat_template_kwargs: Mapping[str, Any] | None, tools: Sequence[dict[str, Any]]) -> Prompt:
     """Raises: ParameterError."""
     if not isinstance(prompt, (str, Sequence)) or isinstance(prompt, bytes):
         raise ParameterError("prompt", f"must be text, token ids, or chat messages, got {type(prompt).__name__}")
@@ -331,11 +337,14 @@ def _prompt(prompt: PromptInput, add_generation_prompt: bool, continue_final_mes
                              "the other")
     if chat_template_kwargs and not is_chat:
         raise ParameterError("chat_template_kwargs", "are for chat messages")
+    if tools and not is_chat:
+        raise ParameterError("tools", "are for chat messages")
     if isinstance(prompt, str):
         return prompt
     if is_chat:
         return ChatPrompt(_json("messages", items), add_generation_prompt, continue_final_message,
-                          _json("chat_template_kwargs", dict(chat_template_kwargs or {})))
+                          _json("chat_template_kwargs", dict(chat_template_kwargs or {})),
+                          _json("tools", list(tools)))
     ids = tuple(item for item in items if isinstance(item, int) and not isinstance(item, bool))
     if len(ids) < len(items):
         raise ParameterError("prompt", "must be text, token ids, or chat messages (a list of objects)")
@@ -360,6 +369,7 @@ def _info(system: System) -> EngineInfo:
         model=(config.served_model_name or (system.model_name,))[0],
         model_names=config.served_model_name or (system.model_name,), model_path=str(system.model_path),
         architecture=system.spec.architecture, vocab_size=system.spec.vocab_size,
+        hidden_size=system.spec.hidden_size,
         max_model_len=system.sizes.max_model_len,
         kv_capacity_tokens=system.sizes.kv_capacity_tokens, kv_bytes=system.sizes.kv_bytes,
         kv_dtype=system.sizes.kv_dtype, file_bytes=system.file_bytes, weight_bytes=system.weight_bytes,
@@ -371,4 +381,5 @@ def _info(system: System) -> EngineInfo:
         startup_s=tuple(system.start_up.stages),
         debug=config.debug, kv_bytes_per_token=system.sizes.kv_bytes_per_token,
         num_full_requests=system.sizes.num_full_sequences, max_queued_requests=config.max_queued_requests,
-        kv_tier_tokens=system.sizes.num_tier_blocks[0] * BLOCK_SIZE, kv_groups=system.pool.pool.groups)
+        kv_tier_tokens=system.sizes.num_tier_blocks[0] * BLOCK_SIZE, kv_groups=system.pool.pool.groups,
+        chat_template=vocab.chat_template, knows_tools=vocab.knows_tools, control_tokens=vocab.control_tokens)

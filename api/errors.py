@@ -1,15 +1,11 @@
 """What a client is told when a request cannot be served: OpenAI's error object."""
 from __future__ import annotations
 
-import math
-
 import orjson
-from starlette.responses import Response
 
 from actors.sampling_params import ParameterError
 
 MAX_MESSAGE_CHARS = 2000
-CLOSING_STATUSES = (408, 413)                   # the rest of the body is not waited for
 
 
 class ApiError(Exception):
@@ -29,18 +25,6 @@ class ApiError(Exception):
                 "invalid_request_error" if self.status < 500 else "server_error")
         return orjson.dumps({"error": {
             "message": self.message[:MAX_MESSAGE_CHARS], "type": kind, "param": self.param, "code": self.code}})
-
-
-def refusal(error: ApiError) -> Response:
-    """The whole answer that tells of it."""
-    response = Response(error.body(), error.status, media_type="application/json")
-    if error.retry_after_s is not None:
-        response.headers["retry-after"] = str(math.ceil(error.retry_after_s))
-    if error.status == 401:
-        response.headers["www-authenticate"] = "Bearer"
-    if error.status in CLOSING_STATUSES:
-        response.headers["connection"] = "close"
-    return response
 
 
 def bad_parameter(error: ParameterError) -> ApiError:

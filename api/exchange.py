@@ -20,13 +20,15 @@ from starlette.types import Message, Receive, Scope, Send
 from actors.messages import TextDelta
 from actors.output import merge
 from actors.sampling_params import ParameterError, SamplingParams
+from api.dialect import REQUEST_ID
 from api.engine import Engine, EngineBusy, EngineDead, PromptInput, RequestFailed
 from api.errors import ApiError, aborted, bad_parameter, internal_error, queue_full, timed_out
 from api.guard import TENANT
 from api.metrics import CompletionTimer, Metrics, PromptMeter
 from api.schemas import ParsedModel, parse
-from api.service import REQUEST_ID, UNKNOWN_FIELDS, Service, service_of
-from api.sse import KEEP_ALIVE, ClientGone, deliver_merged, until_client_goes
+from api.service import UNKNOWN_FIELDS, Service, service_of
+from api.sse import ClientGone, deliver_merged, until_client_goes
+from api.timings import Times
 
 log = logging.getLogger("troupe.api")
 
@@ -63,6 +65,9 @@ class Generation:
 class Writer(Protocol):
     """A dialect's side of an answer. `index` is a completion's place in the request's generations."""
     answer_id: str                          # as the client reads it: he may abort by it
+    keep_alive: bytes                       # what breaks a stream's silence and says nothing
+    wants_metrics: bool                     # the request asks how long its answer took
+    metrics: Times | None                   # set before the end, where one completion is all that was asked for
 
     def events(self, index: int, delta: TextDelta) -> bytes:
         """What a stream says about `delta`. The first brings tokens or the end, and all that came before them."""
@@ -127,6 +132,7 @@ class Reply:
         self._generations = generations
         self._writer = writer
         self._stream = stream
+        self._tells_times = writer.wants_metrics or service.config.per_request_metrics
         self._timers = _timers(service.metrics, arrival_s, generations)
         # Those of one request are let into the queue together or not at all.
         self._family: dict[str, Any] = {} if len(generations) == 1 else {
@@ -172,8 +178,22 @@ class Reply:
             await _send(send, {"type": "http.response.body", "body": self._writer.error_event(told)})
             return
         if not self._stream:
+            self._tell_times()
             content = self._writer.document([merge(deltas) for deltas in self._deltas])
-            await Response(content, media_type="application/json")(scope, receive, send)
+            headers = {name.decode(): value.decode() for name, value in self._timing_headers(is_over=True)}
+            await Response(content, headers=headers, media_type="application/json")(scope, receive, send)
+
+    def _tell_times(self) -> None:
+        """As in vLLM: of one completion, for those of several are times of the one and the other."""
+        if self._tells_times and len(self._timers) == 1:
+            self._writer.metrics = self._timers[0].timings.metrics()
+
+    def _timing_headers(self, is_over: bool) -> list[tuple[bytes, bytes]]:
+        """What is known when the headers go out: of a stream, what came before its first token."""
+        if not self._tells_times or len(self._timers) > 1:
+            return []
+        told = self._timers[0].timings.header(time.monotonic(), is_over)
+        return [(b"server-timing", told.encode())] if told else []
 
     @asynccontextmanager
     async def _kept_alive(self, send: Send) -> AsyncIterator[None]:
@@ -195,7 +215,7 @@ class Reply:
                 if left_s > 0.0 or self._not_admitted:      # until then its status is not known
                     await asyncio.sleep(min(left_s, period_s) if left_s > 0.0 else period_s)
                 else:
-                    await self._write(send, KEEP_ALIVE)
+                    await self._write(send, self._writer.keep_alive)
 
     async def _generate(self, generation: Generation) -> AsyncGenerator[TextDelta, None]:
         """The engine's deltas. Raises: ParameterError, which names a prompt as the request does."""
@@ -234,6 +254,7 @@ class Reply:
         data = b"".join([self._events(index, delta) for index, delta in items])
         over = self._num_unfinished == 0
         if over:
+            self._tell_times()
             data += self._writer.last_events()
         if not self._started:
             self._not_admitted.difference_update(index for index, _ in items)
@@ -248,7 +269,8 @@ class Reply:
         self._quiet_since_s = math.inf
         if not self._started:
             self._started = True
-            await _send(send, {"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
+            headers = EVENT_STREAM_HEADERS + self._timing_headers(is_over=False)
+            await _send(send, {"type": "http.response.start", "status": 200, "headers": headers})
         await _send(send, {"type": "http.response.body", "body": data, "more_body": more})
         self._quiet_since_s = time.monotonic()
 

@@ -13,7 +13,8 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from api.errors import ApiError, refusal
+from api.dialect import refusal
+from api.errors import ApiError
 
 PUBLIC_PATHS = frozenset({"/health"})           # as the router sees them: every other spelling is guarded
 TENANT = "troupe.tenant"                        # in the scope: who asks, by his key's hash; "" without a key
@@ -81,7 +82,7 @@ class Guard:
         if scope["type"] == "http":
             key = sent_key(Headers(scope=scope))
             if len(self._keys) and scope["path"] not in PUBLIC_PATHS and not self._keys.has(key):
-                await refusal(_wrong_key(key))(scope, receive, send)
+                await refusal(_wrong_key(key), scope)(scope, receive, send)
                 return
             scope[TENANT] = hashlib.sha256(key.encode()).hexdigest()[:TENANT_CHARS] if key else ""
         await self._app(scope, receive, send)

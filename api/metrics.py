@@ -19,6 +19,7 @@ from actors.messages import TextDelta, Usage
 from actors.policy.kv_group import BLOCK_SIZE
 from actors.policy.stats import REQUEST_BUCKETS_S, Histogram
 from api.engine import Engine, EngineStats
+from api.timings import Timings
 
 TTFT_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
                   40.0, 80.0, 160.0, 640.0, 2560.0)
@@ -202,32 +203,32 @@ class PromptMeter:
 
 class CompletionTimer:
     """Times one completion by its deltas, of which the first, that it is admitted, has no token."""
-    __slots__ = ("_arrival_s", "_ended", "_first_s", "_has_begun", "_last_s", "_max_tokens", "_metrics",
-                 "_num_prompt_tokens", "_num_tokens", "_prompt")
+    __slots__ = ("_ended", "_has_begun", "_max_tokens", "_metrics", "_num_prompt_tokens", "_prompt", "timings")
 
     def __init__(self, metrics: Metrics, prompt: PromptMeter, arrival_s: float, max_tokens: int | None) -> None:
         self._metrics = metrics
         self._prompt = prompt
         self._max_tokens = max_tokens
-        self._arrival_s = arrival_s             # time.monotonic()
-        self._first_s = self._last_s = 0.0
-        self._num_prompt_tokens = self._num_tokens = 0
+        self.timings = Timings(arrival_s)       # time.monotonic()
+        self._num_prompt_tokens = 0
         self._has_begun = self._ended = False
 
     def observe(self, delta: TextDelta) -> None:
-        metrics, num_new, now_s = self._metrics, len(delta.token_ids), time.monotonic()
+        metrics, timings, num_new, now_s = self._metrics, self.timings, len(delta.token_ids), time.monotonic()
         if delta.prompt_token_ids:
             self._num_prompt_tokens = len(delta.prompt_token_ids)
+        if delta.queued_entered_s is not None:
+            timings.queued_s, timings.entered_s = delta.queued_entered_s
         if num_new:
-            if self._num_tokens == 0:
-                self._first_s = now_s
+            if timings.last_s is None:
+                timings.first_s = now_s
                 self._begin(delta.num_cached_tokens or 0)
-                metrics.time_to_first_token_s.observe(now_s - self._arrival_s)
+                metrics.time_to_first_token_s.observe(now_s - timings.arrival_s)
             else:
                 # Tokens that came in one delta share its gap.
-                metrics.inter_token_latency_s.observe((now_s - self._last_s) / num_new, num_new)
-            self._last_s = now_s
-            self._num_tokens += num_new
+                metrics.inter_token_latency_s.observe((now_s - timings.last_s) / num_new, num_new)
+            timings.last_s = now_s
+            timings.num_tokens += num_new
         if delta.finish is not None:
             if not self._has_begun and delta.usage is not None:     # logprobs of the prompt were all that it asked for
                 self._begin(delta.usage.num_cached_tokens)
@@ -239,12 +240,13 @@ class CompletionTimer:
         self._prompt.begin(self._num_prompt_tokens, num_cached_tokens)
 
     def _finish(self, usage: Usage | None, now_s: float) -> None:
-        metrics = self._metrics
-        metrics.e2e_latency_s.observe(now_s - self._arrival_s)
-        metrics.num_generation_tokens.observe(self._num_tokens)
-        self._prompt.finish(self._num_tokens)
-        if self._num_tokens > 1:
-            metrics.time_per_output_token_s.observe((self._last_s - self._first_s) / (self._num_tokens - 1))
+        metrics, timings = self._metrics, self.timings
+        metrics.e2e_latency_s.observe(now_s - timings.arrival_s)
+        metrics.num_generation_tokens.observe(timings.num_tokens)
+        self._prompt.finish(timings.num_tokens)
+        if timings.num_tokens > 1 and timings.first_s is not None and timings.last_s is not None:
+            gaps_s = timings.last_s - timings.first_s
+            metrics.time_per_output_token_s.observe(gaps_s / (timings.num_tokens - 1))
         if self._max_tokens is not None:
             metrics.max_tokens.observe(self._max_tokens)
         if usage is not None:

@@ -34,13 +34,14 @@ def document(routes: Sequence[BaseRoute], version: str) -> bytes:
     endpoints = [route for route in routes if isinstance(route, Endpoint)]
     bodies = sorted({endpoint.body for endpoint in endpoints if endpoint.body}, key=lambda model: model.__name__)
     _, schemas = models_json_schema([(body, "validation") for body in bodies], ref_template=REF)
+    errors = dict(endpoint.dialect.error_schema for endpoint in endpoints if endpoint.dialect)
     paths: dict[str, Any] = {}
     for endpoint in endpoints:
         path = re.sub(r":\w+}", "}", endpoint.path)
         paths.setdefault(path, {})[endpoint.method.lower()] = _operation(endpoint, path)
     return orjson.dumps({
         "openapi": "3.1.0", "info": {"title": "Troupe", "version": version}, "paths": paths,
-        "components": {"schemas": {**schemas.get("$defs", {}), "Error": ERROR},
+        "components": {"schemas": {**schemas.get("$defs", {}), "Error": ERROR, **errors},
                        "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{}, {"key": []}]})         # a server without keys asks for none
 
@@ -51,7 +52,8 @@ def _operation(endpoint: Endpoint, path: str) -> dict[str, Any]:
         answer[EVENTS] = {"schema": {"type": "string"}}
     elif endpoint.answer != "application/json":
         answer = {endpoint.answer: {"schema": {"type": "string"}}}
-    refused = {"application/json": {"schema": {"$ref": REF.format(model="Error")}}}
+    error = endpoint.dialect.error_schema[0] if endpoint.dialect else "Error"
+    refused = {"application/json": {"schema": {"$ref": REF.format(model=error)}}}
     if path in PUBLIC_PATHS:                    # it says more of why not than an error would
         refusals = {"503": {"description": REFUSALS["503"], "content": answer}}
     else:

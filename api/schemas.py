@@ -52,7 +52,8 @@ class ParsedModel(BaseModel):
     @classmethod
     def unknown_fields(cls, values: Mapping[str, Any]) -> list[str]:
         """Of a body that is valid: paths of what is neither read nor refused; at most `MAX_SHOWN_FIELDS` + 1."""
-        found = [name for name in values if name not in cls.model_fields and name not in cls.unsupported]
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        found = [name for name in values if name not in known and name not in cls.unsupported]
         for name, part in cls.parts.items():
             value = values.get(name)
             for number, inner in enumerate(value if isinstance(value, list) else ()):
@@ -108,14 +109,20 @@ def is_nested_deeper(body: bytes, depth: int) -> bool:
 
 
 def _refused(error: ValidationError) -> ApiError:
+    fault = first_fault(error)
+    return bad_field(fault.where, fault.message)
+
+
+def first_fault(error: ValidationError) -> FieldFault:
+    """What a body, or a part of it, is refused for."""
     fault = error.errors(include_url=False)[0]
     path, cause = _path(fault["loc"]), fault.get("ctx", {}).get("error")
     if isinstance(cause, FieldFault):
         separator = "." if path and cause.where[:1] not in ("", "[") else ""
-        return bad_field(path + separator + cause.where, cause.message)
+        return FieldFault(path + separator + cause.where, cause.message)
     if fault["type"] == "missing":
-        return bad_field(path, "is required")
-    return bad_field(path, f"{fault['msg']}, got {shown(fault['input'])}")
+        return FieldFault(path, "is required")
+    return FieldFault(path, f"{fault['msg']}, got {shown(fault['input'])}")
 
 
 def bad_field(path: str, message: str) -> ApiError:

@@ -9,14 +9,15 @@ from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
+from api.answers.choice import AnswerFormats, answer_formats
+from api.answers.formats import AUTO
 from api.engine import Engine
 from api.errors import ApiError, engine_dead, shutting_down
 from api.guard import ApiKeys
 from api.metrics import Metrics
 
-# What a request's scope holds of ours, beside `guard.TENANT`.
-REQUEST_ID = "troupe.request_id"            # what the answer's x-request-id says
-UNKNOWN_FIELDS = "troupe.unknown_fields"    # names of the body's, if there are any; for the answer's Warning header
+# In a request's scope: names of the body's, if there are any; for the answer's Warning header.
+UNKNOWN_FIELDS = "troupe.unknown_fields"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,9 @@ class DoorConfig:
     idle_timeout_s: float | None = 60.0     # for a client that sends or takes nothing; None: no limit
     keep_alive_s: float | None = 15.0       # a stream says something at least so often; None: it does not
     strict: bool = False                    # unknown fields are refused
+    tool_call_parser: str = AUTO            # how answers are read: see `api.answers.choice`
+    reasoning_parser: str = AUTO
+    per_request_metrics: bool = False       # every answer tells how long it took, asked or not
 
 
 class Service:
@@ -38,6 +42,7 @@ class Service:
         self.created_s = int(time.time())
         self._engine: Engine | None = None
         self._metrics: Metrics | None = None
+        self._answers: AnswerFormats | None = None
         self._draining = False
         self.num_open = 0
         self._aborts: dict[tuple[str, str], list[Callable[[], None]]] = {}      # by tenant and name
@@ -46,6 +51,7 @@ class Service:
     def serve(self, engine: Engine) -> None:
         self._engine = engine
         self._metrics = Metrics(engine)
+        self._answers = answer_formats(engine.info, self.config.tool_call_parser, self.config.reasoning_parser)
 
     @property
     def status(self) -> str:
@@ -62,6 +68,13 @@ class Service:
         if self._metrics is None:
             raise ApiError(503, "The model is still being loaded.", code="starting")
         return self._metrics
+
+    @property
+    def answers(self) -> AnswerFormats:
+        """How answers of the model are read. Raises: ApiError (503) before the engine is there."""
+        if self._answers is None:
+            raise ApiError(503, "The model is still being loaded.", code="starting")
+        return self._answers
 
     def ready_engine(self) -> Engine:
         """The engine, while it takes requests. Raises: ApiError (503)."""

@@ -26,6 +26,10 @@ def event(value: Any) -> bytes:
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
+def named_event(name: str, value: Any) -> bytes:
+    return b"event: " + name.encode() + b"\n" + event(value)
+
+
 async def until_client_goes(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """`work`'s result; `work` is cancelled when the client disconnects, whether or not anything is being sent.
 

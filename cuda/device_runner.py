@@ -2,7 +2,8 @@
 
 A step can be launched before the results of the one before it are read: the tokens that were sampled lie in a table on
 the device, where the next step finds them. Decode steps of up to `GRAPH_ROWS` rows are padded to a bucket and replayed
-as two graphs, the forward pass and the sampling, from the second step of a kind on.
+as two graphs, the forward pass and the sampling, from the second step of a kind on. Between the two the masks of rows
+with a constraint are filled, once the tokens of the step before are known: the device is at the forward pass meanwhile.
 """
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from cuda.kernels.slot_sampling import DeviceSampling
 from cuda.kernels.step_rows import step_rows, update_tables
 from cuda.launcher import DeviceArray, Graph
 from cuda.ops import Array, Ints, KVDtype
-from cuda.runner import NO_OUTPUT, BaseRunner, BlockChange, Question, StepOutput
+from cuda.runner import NO_OUTPUT, BaseRunner, BlockChange, Pooled, Question, StepOutput
 from cuda.sampler import Sampled, Sampler, SlotSampling, TopLogprobs
 from cuda.slots import StepRows
 from weights.load import ModelWeights
@@ -42,8 +43,20 @@ class _Inputs:
     rows: DeviceArray                       # [R] whose logits are wanted
     slots: DeviceArray                      # [R]
     sample_positions: DeviceArray           # [R] where the token goes
+    mask_rows: DeviceArray | None           # [R] whose mask; None: no row has one
     decode_work: tuple[tuple[DeviceArray, ...], ...]    # [W, 8] of each KV group, in parts
     prefill_work: tuple[DeviceArray, ...]   # one [W, 4] a KV group
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _OfPrompts:
+    """What a step has found out about prompts; see `StepOutput`."""
+    logprobs: NDArray[np.float32]
+    top_logprobs: list[TopLogprobs]
+    pooled: tuple[Pooled, ...] = ()
+
+
+_NOTHING = _OfPrompts(np.zeros(0, np.float32), [])
 
 
 @dataclass(slots=True, eq=False)
@@ -79,8 +92,9 @@ class DeviceRunner(BaseRunner):
         self._prompt_sampler = Sampler(max_num_seqs, spec.vocab_size)
 
     def start(self, slot: int, token_ids: Sequence[int], num_prompt_tokens: int, sampling: SlotSampling,
-              block_ids: Sequence[Sequence[int]], wants_token: bool, prompt_logprobs: int | None) -> None:
-        super().start(slot, token_ids, num_prompt_tokens, sampling, block_ids, wants_token, prompt_logprobs)
+              block_ids: Sequence[Sequence[int]], wants_token: bool, prompt_logprobs: int | None,
+              pooling: str | None = None) -> None:
+        super().start(slot, token_ids, num_prompt_tokens, sampling, block_ids, wants_token, prompt_logprobs, pooling)
         self.launcher.write(self.tokens[slot, :len(token_ids)], np.array(token_ids, np.int32))
         self.sampler.start(slot, sampling, token_ids, num_prompt_tokens)
 
@@ -111,7 +125,7 @@ class DeviceRunner(BaseRunner):
                      and not len(rows.prompt_rows) and self.graphs and self.on_logits is None
                      and all(len(parts) == 1 for parts in decode_work))
         launch = self._launch_decode if is_decode else self._launch_eagerly
-        logprobs, top_logprobs = launch(rows, decode_work, prefill_work)
+        of_prompts = launch(rows, decode_work, prefill_work, self.sampler.mask_rows(rows.sample_slots))
         read = self.sampler.results(rows.sample_slots)
         prompt_positions = rows.positions[rows.prompt_rows] + 1
 
@@ -121,7 +135,7 @@ class DeviceRunner(BaseRunner):
             since_s, self._last_end_s = max(begin_s, self._last_end_s), time.perf_counter()
             self.forward_s += self._last_end_s - since_s
             return StepOutput(rows.sample_slots, rows.sample_positions, sampled, rows.prompt_slots, prompt_positions,
-                              logprobs, tuple(top_logprobs))
+                              of_prompts.logprobs, tuple(of_prompts.top_logprobs), of_prompts.pooled)
 
         return finish
 
@@ -172,8 +186,9 @@ class DeviceRunner(BaseRunner):
         return decode, prefill
 
     def _upload(self, row_slots: Ints, positions: Ints, sample_rows: Ints, sample_slots: Ints, sample_positions: Ints,
-                decode_work: Sequence[Sequence[Ints]], prefill_work: Sequence[Ints]) -> _Inputs:
-        parts = [row_slots, positions, sample_rows, sample_slots, sample_positions, *prefill_work,
+                mask_rows: Ints | None, decode_work: Sequence[Sequence[Ints]], prefill_work: Sequence[Ints]) -> _Inputs:
+        parts = [row_slots, positions, sample_rows, sample_slots, sample_positions,
+                 np.zeros(0, np.int32) if mask_rows is None else mask_rows, *prefill_work,
                  *(part for group in decode_work for part in group)]
         starts = np.cumsum([0, *(-(-part.size // ALIGNMENT) * ALIGNMENT for part in parts)])
         if self._inputs.shape[0] < starts[-1]:
@@ -185,9 +200,9 @@ class DeviceRunner(BaseRunner):
             packed[start:start + part.size] = part.reshape(-1)
             views.append(self._inputs[start:start + part.size].reshape(part.shape))
         self.launcher.write(self._inputs[:len(packed)], packed)
-        first, second, third, fourth, fifth, *work = views
+        first, second, third, fourth, fifth, sixth, *work = views
         prefill, decode = work[:len(self.groups)], iter(work[len(self.groups):])
-        return _Inputs(first, second, third, fourth, fifth,
+        return _Inputs(first, second, third, fourth, fifth, None if mask_rows is None else sixth,
                        tuple(tuple(islice(decode, len(group))) for group in decode_work), tuple(prefill))
 
     # ---- The launches
@@ -206,22 +221,33 @@ class DeviceRunner(BaseRunner):
         return self.model.forward(batch, self.caches, inputs.rows)
 
     def _sample(self, logits: DeviceArray, inputs: _Inputs, part: slice) -> None:
-        self.sampler.sample(self.tokens, logits, inputs.slots[part], inputs.sample_positions[part], part.start)
+        self.sampler.sample(self.tokens, logits, inputs.slots[part], inputs.sample_positions[part], part.start,
+                            None if inputs.mask_rows is None else inputs.mask_rows[part])
 
-    def _launch_eagerly(self, rows: StepRows, decode_work: Sequence[Sequence[Ints]],
-                        prefill_work: Sequence[Ints]) -> tuple[NDArray[np.float32], list[TopLogprobs]]:
-        """Any step. Prompt logprobs are computed on the host, and waited for: few ask for them."""
-        num_samples = len(rows.sample_rows)
-        inputs = self._upload(rows.row_slots, rows.positions, np.concatenate([rows.sample_rows, rows.prompt_rows]),
-                              rows.sample_slots, rows.sample_positions, decode_work, prefill_work)
+    def _fill_masks(self, rows: StepRows, inputs: _Inputs) -> None:
+        if inputs.mask_rows is not None:
+            self.sampler.fill_masks(rows.sample_slots, rows.sample_positions)
+
+    def _launch_eagerly(self, rows: StepRows, decode_work: Sequence[Sequence[Ints]], prefill_work: Sequence[Ints],
+                        mask_rows: Ints | None) -> _OfPrompts:
+        """Any step. Prompt logprobs and pooled states are computed on the host, and waited for: few ask for them."""
+        num_samples, num_prompt = len(rows.sample_rows), len(rows.prompt_rows)
+        wanted = np.concatenate([rows.sample_rows, rows.prompt_rows, rows.hidden_rows])
+        inputs = self._upload(rows.row_slots, rows.positions, wanted, rows.sample_slots, rows.sample_positions,
+                              mask_rows, decode_work, prefill_work)
         hidden = self._forward(inputs)
+        self._fill_masks(rows, inputs)
         for start in range(0, num_samples, LOGITS_ROWS):
             part = slice(start, min(start + LOGITS_ROWS, num_samples))
             logits = self.model.logits(hidden[part])
             if self.on_logits is not None:
                 self.on_logits(logits, rows.sample_slots[part])
             self._sample(logits, inputs, part)
-        return self._prompt_logprobs(hidden[num_samples:], rows)
+        logprobs, tops = self._prompt_logprobs(hidden[num_samples:num_samples + num_prompt], rows)
+        if not len(rows.hidden_rows):
+            return _OfPrompts(logprobs, tops)
+        states = self.launcher.download(hidden[num_samples + num_prompt:])
+        return _OfPrompts(logprobs, tops, self._pool(states, rows))
 
     def _prompt_logprobs(self, hidden: Array, rows: StepRows) -> tuple[NDArray[np.float32], list[TopLogprobs]]:
         logprobs, tops = [np.zeros(0, np.float32)], []
@@ -239,8 +265,8 @@ class DeviceRunner(BaseRunner):
             tops += [top[:count] for top, count in zip(best, wanted, strict=True)]
         return np.concatenate(logprobs), tops
 
-    def _launch_decode(self, rows: StepRows, decode_work: Sequence[Sequence[Ints]],
-                       prefill_work: Sequence[Ints]) -> tuple[NDArray[np.float32], list[TopLogprobs]]:
+    def _launch_decode(self, rows: StepRows, decode_work: Sequence[Sequence[Ints]], prefill_work: Sequence[Ints],
+                       mask_rows: Ints | None) -> _OfPrompts:
         """One row a sequence, each with a token to sample, padded to a bucket; no prompt logprobs."""
         num_rows = len(rows.positions)
         # The workspace holds no more rows than a step can have.
@@ -254,21 +280,26 @@ class DeviceRunner(BaseRunner):
                        for size, [work] in zip(sizes, decode_work, strict=True)]
         row_numbers = np.arange(num_rows, dtype=np.int32)
         inputs = self._upload(padded(rows.row_slots), padded(rows.positions), padded(row_numbers),
-                              padded(rows.sample_slots), padded(rows.sample_positions), padded_work, prefill_work)
-        kind = self._kinds.setdefault((bucket, *sizes), _Kind())
+                              padded(rows.sample_slots), padded(rows.sample_positions),
+                              None if mask_rows is None else padded(mask_rows), padded_work, prefill_work)
+        kind = self._kinds.setdefault((bucket, mask_rows is not None, *sizes), _Kind())
         part = slice(0, bucket)
         if not kind.has_run:
-            self._sample(self.model.logits(self._forward(inputs)), inputs, part)
+            logits = self.model.logits(self._forward(inputs))
+            self._fill_masks(rows, inputs)
+            self._sample(logits, inputs, part)
             kind.has_run = True
-            return np.zeros(0, np.float32), []
+            return _NOTHING
         if kind.graphs is None:
             kind.has_run = False            # should the capture fail, the next step finds out eagerly what was missing
             forward, logits = self._capture(lambda: self.model.logits(self._forward(inputs)))
             sampling, _ = self._capture(lambda: self._sample(logits, inputs, part))
             kind.graphs, kind.has_run = (forward, sampling), True
-        for graph in kind.graphs:
-            graph.launch()
-        return np.zeros(0, np.float32), []
+        forward, sampling = kind.graphs
+        forward.launch()
+        self._fill_masks(rows, inputs)
+        sampling.launch()
+        return _NOTHING
 
     def _capture(self, work: Callable[[], Array]) -> tuple[Graph, Array]:
         """The graph of what `work` launches, and what it returns."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,8 @@ Move: TypeAlias = tuple[int, int, int]      # (group, from, to)
 BlockChange: TypeAlias = tuple[int, bytes, bytes, Sequence[int]]    # (block, its key, the key before it, its ids)
 Question: TypeAlias = tuple[bytes, Sequence[bytes], Sequence[int]]  # (the key before the first block, keys, ids)
 
+Pooled: TypeAlias = tuple[int, NDArray[np.float32]]                 # (slot, its prompt's pooled hidden state [C])
+
 LOGITS_ROWS = 64                            # rows of logits in memory at a time: prompts with logprobs are long
 
 
@@ -35,6 +37,7 @@ class StepOutput:
     prompt_positions: Ints
     prompt_logprobs: NDArray[np.float32]
     prompt_top_logprobs: tuple[TopLogprobs, ...]
+    pooled: tuple[Pooled, ...] = ()
 
 
 _NOTHING, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
@@ -59,18 +62,23 @@ class BaseRunner:
         self.tiers = [ops.allocate_tier(group, n, kv_dtype) if n else None
                       for group, n in zip(self.groups, num_tier_blocks or [0] * len(self.groups), strict=True)]
         self.slots = Slots(max_num_seqs, max_model_len, len(self.groups))
+        self._hidden_sums: dict[int, NDArray[np.float64]] = {}
         self.forward_s = 0.0                               # in forward passes, head included, since the start
         self.on_logits: Callable[[Array, Ints], None] | None = None     # tests inject faults here
 
     def start(self, slot: int, token_ids: Sequence[int], num_prompt_tokens: int, sampling: SlotSampling,
-              block_ids: Sequence[Sequence[int]], wants_token: bool, prompt_logprobs: int | None) -> None:
-        """A sequence enters `slot`; nothing of it is computed yet."""
-        self.slots.start(slot, len(token_ids), num_prompt_tokens, wants_token, prompt_logprobs)
+              block_ids: Sequence[Sequence[int]], wants_token: bool, prompt_logprobs: int | None,
+              pooling: str | None = None) -> None:
+        """A sequence enters `slot`; nothing of it is computed yet. pooling: of its prompt's final hidden states, "mean"
+        (then all of them must be computed) or "last"."""
+        self._hidden_sums.pop(slot, None)
+        self.slots.start(slot, len(token_ids), num_prompt_tokens, wants_token, prompt_logprobs, pooling)
         for group, ids in enumerate(block_ids):
             self.append_blocks(slot, group, ids)
 
     def end(self, slot: int) -> None:
         """The sequence in `slot` is over or preempted."""
+        self._hidden_sums.pop(slot, None)
         self.slots.end(slot)
 
     def append_blocks(self, slot: int, group: int, block_ids: Sequence[int]) -> None:
@@ -130,6 +138,21 @@ class BaseRunner:
         return rows
 
 
+    def _pool(self, hidden: NDArray[Any], rows: StepRows) -> tuple[Pooled, ...]:
+        """hidden: of `rows.hidden_rows` [H, C].
+
+        NOTE: row by row, so that a sum does not depend on how its prompt was cut.
+        """
+        for slot, state in zip(rows.hidden_slots.tolist(), hidden, strict=True):
+            total = self._hidden_sums.setdefault(slot, np.zeros(self.spec.hidden_size))
+            total += state.astype(np.float64)
+        pooled = []
+        for slot in rows.pooled_slots.tolist():
+            count = int(self.slots.num_prompt[slot]) if self.slots.pooling[slot] == "mean" else 1
+            pooled.append((slot, (self._hidden_sums.pop(slot) / count).astype(np.float32)))
+        return tuple(pooled)
+
+
 class Runner(BaseRunner):
     """Where results can be read at once, and the host samples."""
 
@@ -142,8 +165,9 @@ class Runner(BaseRunner):
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
 
     def start(self, slot: int, token_ids: Sequence[int], num_prompt_tokens: int, sampling: SlotSampling,
-              block_ids: Sequence[Sequence[int]], wants_token: bool, prompt_logprobs: int | None) -> None:
-        super().start(slot, token_ids, num_prompt_tokens, sampling, block_ids, wants_token, prompt_logprobs)
+              block_ids: Sequence[Sequence[int]], wants_token: bool, prompt_logprobs: int | None,
+              pooling: str | None = None) -> None:
+        super().start(slot, token_ids, num_prompt_tokens, sampling, block_ids, wants_token, prompt_logprobs, pooling)
         self.token_ids[slot, :len(token_ids)] = token_ids
         self.sampler.start(slot, sampling, token_ids, num_prompt_tokens)
 
@@ -162,16 +186,20 @@ class Runner(BaseRunner):
 
         begin_s = time.perf_counter()
         self.ops.begin(batch)
-        hidden = self.model.forward(batch, self.caches, np.concatenate([rows.sample_rows, rows.prompt_rows]))
+        hidden = self.model.forward(batch, self.caches, np.concatenate(
+            [rows.sample_rows, rows.prompt_rows, rows.hidden_rows]))
         self.ops.finish()
         self.forward_s += time.perf_counter() - begin_s
-        num_samples = len(rows.sample_rows)
+        num_samples, num_prompt = len(rows.sample_rows), len(rows.prompt_rows)
+        # NOTE: before logits are computed: they may be where hidden states were.
+        pooled = self._pool(hidden[num_samples + num_prompt:], rows)
         sampled = self._sample(hidden[:num_samples], rows.sample_slots, rows.sample_positions)
         self.token_ids[rows.sample_slots, rows.sample_positions] = sampled.token_ids
         prompt_positions = batch.positions[rows.prompt_rows] + 1
-        logprobs, tops = self._prompt_logprobs(hidden[num_samples:], rows.prompt_slots, prompt_positions)
+        logprobs, tops = self._prompt_logprobs(hidden[num_samples:num_samples + num_prompt], rows.prompt_slots,
+                                               prompt_positions)
         return StepOutput(rows.sample_slots, rows.sample_positions, sampled, rows.prompt_slots, prompt_positions,
-                          logprobs, tops)
+                          logprobs, tops, pooled)
 
     def _batch(self, rows: StepRows) -> Batch:
         assert 0 < rows.num_tokens <= self.max_num_tokens, f"{rows.num_tokens} tokens, at most {self.max_num_tokens}"

@@ -5,7 +5,7 @@ The order, for each row on its own:
   2. Reported logprobs are the log-softmax of the raw logits, before everything below (vLLM's `raw_logprobs`).
   3. Repetition penalty over prompt and output, then frequency and presence penalty over the output.
   4. logit_bias is added. Masked are: stop ids until `min_tokens` tokens are out, what is not allowed, bad words of one
-     token, and the last token of longer ones while the output ends with those before it.
+     token, and the last token of longer ones while the output ends with those before it; what the constraint forbids.
   5. Temperature 0: the largest logit, the lowest id among equals. Else: divide by the temperature, filter by min_p,
      top_k, top_p (each on what the one before left), draw by the inverse of the cumulative distribution.
 Order and meaning are vLLM's and OpenAI's, except that vLLM adds logit_bias before the penalties.
@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +26,24 @@ from cuda import philox
 from cuda.ops import Ints
 from cuda.softmax import LARGEST_LOGIT, Floats32, Floats64, Ids, Softmax, TopLogprobs
 
-__all__ = ["Sampled", "Sampler", "SlotSampling", "TopLogprobs"]
+__all__ = ["Constraint", "Sampled", "Sampler", "SlotSampling", "TopLogprobs"]
 
 GREEDY_BELOW = 1e-5                     # temperatures under it are greedy, as in vLLM
+
+
+class Constraint(Protocol):
+    """What tokens may come next, by those that came before: a grammar's state. Used by the device thread.
+
+    Neither method raises: a constraint that cannot go on allows nothing, and so its row fails.
+    """
+
+    def fill(self, allowed: NDArray[np.uint32], num_output_tokens: int) -> None:
+        """allowed [V / 32]: a bit for each token, bit i % 32 of word i / 32. num_output_tokens: that are out."""
+        ...
+
+    def advance(self, token_id: int) -> None:
+        """token_id is out."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +64,8 @@ class SlotSampling:
     logprobs: int | None                # None: not reported; n: the chosen token's and the n best tokens'
     allowed_ids: tuple[int, ...] | None = None      # all others are masked; None: none is
     bad_words: tuple[tuple[int, ...], ...] = ()     # tokens that must not follow one another in the output
+    # It has seen what is out. NOTE: where there is one, min_tokens is for it to see to.
+    constraint: Constraint | None = field(default=None, compare=False)
 
     @property
     def greedy(self) -> bool:
@@ -69,6 +87,7 @@ class Sampler:
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._slots: list[_Slot | None] = [None] * max_num_seqs
+        self._allowed = np.zeros(-(-vocab_size // 32), np.uint32)
         self._scores = np.zeros(vocab_size, dtype=np.float32)   # of the row at hand, where they are not its logits
         Softmax(self._scores, 1.0)                              # compiles now what the first step would wait for
 
@@ -107,6 +126,9 @@ class Sampler:
             if state.changes_logits(num_output_tokens):
                 scores = self._scores
                 state.change_logits(raw, num_output_tokens, scores)
+                if sampling.constraint is not None:
+                    sampling.constraint.fill(self._allowed, num_output_tokens)
+                    mask(scores, self._allowed)
                 finite = math.isfinite(raw.max() if reported is None else reported.best)    # a mask can hide a NaN
             if sampling.greedy:
                 token_id = int(scores.argmax())                 # of the first NaN where there is one
@@ -121,6 +143,8 @@ class Sampler:
                 continue
             token_ids[row] = token_id
             state.count(token_id)
+            if sampling.constraint is not None:
+                sampling.constraint.advance(token_id)
             if reported is not None and sampling.logprobs is not None:
                 logprobs[row] = float(raw[token_id]) - reported.log_total
                 top_logprobs[row] = reported.top_logprobs(sampling.logprobs)
@@ -145,6 +169,12 @@ class Sampler:
         state = self._slots[slot]
         assert state is not None, f"slot {slot} is not in use"
         return state
+
+
+def mask(logits: Floats32, allowed: NDArray[np.uint32]) -> None:
+    """In place: -inf where there is no bit. logits [V], allowed [V / 32]"""
+    flags = np.unpackbits(allowed.astype("<u4", copy=False).view(np.uint8), bitorder="little")
+    np.putmask(logits, flags[:len(logits)] == 0, np.float32(-np.inf))
 
 
 class _Slot:
@@ -179,7 +209,8 @@ class _Slot:
             self.masks.output.append(token_id)
 
     def changes_logits(self, num_output_tokens: int) -> bool:
-        return len(self.changes.places) > 0 or self.masks.are_there or self._masks_stop_ids(num_output_tokens)
+        return (len(self.changes.places) > 0 or self.masks.are_there or self.sampling.constraint is not None
+                or self._masks_stop_ids(num_output_tokens))
 
     def change_logits(self, raw: Floats32, num_output_tokens: int, scores: Floats32) -> None:
         """scores [V] = raw [V] with penalties, biases and masks."""

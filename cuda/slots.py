@@ -26,6 +26,9 @@ class StepRows:
     sample_positions: Ints                  # [R] where that token goes
     prompt_rows: Ints                       # [P] rows whose next token is a prompt token with its logprob asked for
     prompt_slots: Ints                      # [P]
+    hidden_rows: Ints                       # [H] rows whose hidden state is pooled
+    hidden_slots: Ints                      # [H]
+    pooled_slots: Ints                      # of them, those whose prompt ends in this step
 
     @property
     def num_tokens(self) -> int:
@@ -44,9 +47,10 @@ class Slots:
         self.decoding = np.zeros(max_num_seqs, np.bool_)
         self.wants_token = np.zeros(max_num_seqs, np.bool_)
         self.prompt_logprobs: dict[int, int] = {}          # slot -> number of alternatives
+        self.pooling: dict[int, str] = {}                  # slot -> "mean" or "last"
 
     def start(self, slot: int, num_tokens: int, num_prompt_tokens: int, wants_token: bool,
-              prompt_logprobs: int | None) -> None:
+              prompt_logprobs: int | None, pooling: str | None = None) -> None:
         """A sequence enters `slot` with empty block tables; nothing of it is computed yet."""
         self.num_known[slot] = num_tokens
         self.num_prompt[slot] = num_prompt_tokens
@@ -56,10 +60,14 @@ class Slots:
         self.prompt_logprobs.pop(slot, None)
         if prompt_logprobs is not None:
             self.prompt_logprobs[slot] = prompt_logprobs
+        self.pooling.pop(slot, None)
+        if pooling is not None:
+            self.pooling[slot] = pooling
 
     def end(self, slot: int) -> None:
         self.decoding[slot] = False
         self.prompt_logprobs.pop(slot, None)
+        self.pooling.pop(slot, None)
 
     def append_blocks(self, slot: int, group: int, block_ids: Sequence[int]) -> int:
         """`block_ids` continue the slot's table of `group`. Returns the index of the first."""
@@ -94,11 +102,12 @@ class Slots:
         samples = (ends == self.num_known[slots]) & self.wants_token[slots]
         sample_slots, sample_positions = slots[samples], ends[samples]
         prompt_rows, prompt_slots = self._prompt_rows(slots, starts, ends, query_start_loc)
+        hidden = self._hidden_rows(slots, starts, ends, query_start_loc)
         self.decoding[sample_slots] = True
         self.num_known[sample_slots] = sample_positions + 1
         return StepRows(slots, query_start_loc, ends.astype(np.int32), np.repeat(slots, lengths),
                         positions.astype(np.int32), (query_start_loc[1:] - 1)[samples], sample_slots, sample_positions,
-                        prompt_rows, prompt_slots)
+                        prompt_rows, prompt_slots, *hidden)
 
     def _prompt_rows(self, slots: Ints, starts: Ints, ends: Ints, query_start_loc: Ints) -> tuple[Ints, Ints]:
         rows: list[Ints] = [np.zeros(0, np.int32)]
@@ -110,3 +119,18 @@ class Slots:
                     rows.append(query_start_loc[s] + np.arange(count, dtype=np.int32))
                     row_slots.append(np.full(count, slot, np.int32))
         return np.concatenate(rows), np.concatenate(row_slots)
+
+    def _hidden_rows(self, slots: Ints, starts: Ints, ends: Ints, query_start_loc: Ints) -> tuple[Ints, Ints, Ints]:
+        rows: list[Ints] = [np.zeros(0, np.int32)]
+        row_slots: list[Ints] = [np.zeros(0, np.int32)]
+        pooled: list[int] = []
+        if self.pooling:
+            for s, slot in enumerate(slots.tolist()):
+                if slot not in self.pooling:
+                    continue
+                is_end = int(ends[s]) == int(self.num_prompt[slot])
+                count = int(ends[s]) - int(starts[s]) if self.pooling[slot] == "mean" else int(is_end)
+                rows.append(query_start_loc[s + 1] - count + np.arange(count, dtype=np.int32))
+                row_slots.append(np.full(count, slot, np.int32))
+                pooled += [slot] * is_end
+        return np.concatenate(rows), np.concatenate(row_slots), np.array(pooled, np.int32)

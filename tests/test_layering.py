@@ -81,7 +81,8 @@ def test_cupy_and_our_cuda_import_together() -> None:
 
 
 def test_every_package_but_cuda_has_an_empty_init() -> None:
-    for package in ("actors", "actors/policy", "api", "api/native", "api/openai", "tools", "weights", "cuda/host", "cuda/kernels"):
+    for package in ("actors", "actors/policy", "api", "api/answers", "api/anthropic", "api/native", "api/openai",
+                    "tools", "weights", "cuda/host", "cuda/kernels"):
         path = ROOT / package / "__init__.py"
         assert path.exists(), f"{path} is missing"
         assert path.read_text() == "", f"{path} is not empty"

@@ -326,8 +326,8 @@ async def _open_backend(args: argparse.Namespace, given: dict[str, Any], engine_
             slow.cancel()
         info = engine.info
         if interactive:
-            _note(f"{info.model} on {info.device} ({info.device_reason}), context {info.max_model_len} tokens, ready in "
-                  f"{time.monotonic() - start_s:.1f} s; /help lists the commands")
+            _note(f"{info.model} on {info.device} ({info.device_reason}), context {info.max_model_len} tokens, ready "
+                  f"in {time.monotonic() - start_s:.1f} s; /help lists the commands")
         yield EngineBackend(engine, given)
 
 

@@ -32,6 +32,7 @@ from tools.serve_args import check_tls, door_config, others_may_read, serve_pars
 # once. So `api` and uvicorn come inside functions.
 if TYPE_CHECKING:
     from api.engine import Engine, EngineInfo
+    from api.service import Service
 
 log = logging.getLogger("troupe.serve")
 
@@ -126,6 +127,7 @@ async def serve(args: argparse.Namespace, listener: socket.socket, signals: Sign
         async with (engine_factory or Engine.start)(args.model, progress=log.info, **settings) as engine:
             signals.expect_stop()
             service.serve(engine)
+            _log_answers(service)
             _log_start(engine.info, time.monotonic() - begin_s)
             await _until_asked_or_dead(engine, signals.stop)
             if engine.dead is not None:
@@ -160,6 +162,13 @@ def _log_door(args: argparse.Namespace, num_keys: int) -> None:
         log.warning("no API key is asked for: whoever reaches %s can use this server (--api-key-file)", args.host)
     if args.api_key_file is not None and others_may_read(args.api_key_file):
         log.warning("%s can be read by other users of this machine: chmod 600 it", args.api_key_file)
+
+
+def _log_answers(service: Service) -> None:
+    answers = service.answers
+    log.info("answers: tool calls %s, thoughts %s",
+             f"as {answers.tools.name}" if answers.tools else "are left in the text",
+             f"as {answers.reasoning.name}" if answers.reasoning else "are left in the text")
 
 
 def _log_start(info: EngineInfo, elapsed_s: float) -> None:

@@ -44,9 +44,25 @@ def serve_parser(description: str | None) -> argparse.ArgumentParser:
                       help="a stream has a comment where nothing else came for so long; 0: never (default: 15)")
     door.add_argument("--strict", action="store_true",
                       help="refuse requests with unknown fields (default: name them in a Warning header)")
+    door.add_argument("--enable-per-request-metrics", action="store_true",
+                      help="answers tell how long they took (default: those of requests with return_metrics)")
+    add_answer_args(parser)
     add_engine_args(parser)
     parser.set_defaults(log_level="info")
     return parser
+
+
+def add_answer_args(parser: argparse.ArgumentParser) -> None:
+    # NOTE: `api.answers.formats` imports nothing that is slow.
+    from api.answers.formats import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
+
+    answers = parser.add_argument_group("answers")
+    answers.add_argument("--tool-call-parser", choices=(AUTO, NONE, *TOOL_PARSERS), default=AUTO, metavar="NAME",
+                         help=f"how the model writes tool calls: {', '.join(TOOL_PARSERS)}; none leaves them in the "
+                              "text (default: auto, by the chat template)")
+    answers.add_argument("--reasoning-parser", choices=(AUTO, NONE, *REASONING_PARSERS), default=AUTO, metavar="NAME",
+                         help=f"what stands round its thoughts: {', '.join(REASONING_PARSERS)}; none leaves them in "
+                              "the text (default: auto, by the chat template)")
 
 
 def door_config(args: argparse.Namespace) -> DoorConfig:
@@ -64,7 +80,8 @@ def door_config(args: argparse.Namespace) -> DoorConfig:
             raise ValueError(f"{args.api_key_file}: has no API key")
         keys += in_file
     return DoorConfig(ApiKeys(keys), tuple(args.allow_origin), args.request_timeout or None, args.idle_timeout or None,
-                      args.sse_keep_alive_interval or None, args.strict)
+                      args.sse_keep_alive_interval or None, args.strict, args.tool_call_parser, args.reasoning_parser,
+                      args.enable_per_request_metrics)
 
 
 def others_may_read(path: Path) -> bool:

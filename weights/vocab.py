@@ -100,17 +100,18 @@ class Vocab:
         return self._with_prefix(ids) if add_special else ids
 
     def encode_chat(self, messages: object, add_generation_prompt: bool = True, max_tokens: int | None = None,
-                    continue_final_message: bool = False, kwargs: Mapping[str, Any] | None = None) -> list[int]:
+                    continue_final_message: bool = False, kwargs: Mapping[str, Any] | None = None,
+                    tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
         """Messages as OpenAI's API has them, as one prompt. It has exactly one BOS if the model begins texts with one.
 
-        Control tokens come from the template alone: what a message or one of `kwargs` spells stays text.
+        Control tokens come from the template alone: what a message, a tool or one of `kwargs` spells stays text.
         continue_final_message: the prompt ends with the last message's content, as it is: a template may trim it
         elsewhere, not here.
-        kwargs: what else the template is given.
+        kwargs: what else the template is given. tools: as OpenAI's API has them.
 
         Raises: ValueError naming the message's field, with the template's own message, or if there is no template.
         """
-        rendered, hidden = self._render(messages, add_generation_prompt, continue_final_message, kwargs or {})
+        rendered, hidden = self._render(messages, add_generation_prompt, continue_final_message, kwargs or {}, tools)
         self._check_length(rendered, max_tokens)
         if not hidden:
             return self._with_prefix(self._encode(rendered, self._tokenizer))
@@ -120,9 +121,9 @@ class Vocab:
         return self._with_prefix(ids)
 
     def render_chat(self, messages: object, add_generation_prompt: bool = True, continue_final_message: bool = False,
-                    kwargs: Mapping[str, Any] | None = None) -> str:
+                    kwargs: Mapping[str, Any] | None = None, tools: Sequence[dict[str, Any]] | None = None) -> str:
         """The same prompt as text. Raises: ValueError."""
-        rendered, hidden = self._render(messages, add_generation_prompt, continue_final_message, kwargs or {})
+        rendered, hidden = self._render(messages, add_generation_prompt, continue_final_message, kwargs or {}, tools)
         return rendered.translate(hidden)
 
     @property
@@ -133,6 +134,21 @@ class Vocab:
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template's source."""
+        return None if self._template is None else self._template.source
+
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the chat template tells the model of tools."""
+        return self._template is not None and self._template.uses("tools")
+
+    @property
+    def control_tokens(self) -> frozenset[str]:
+        """How control tokens are spelled."""
+        return frozenset(self._special_id_of)
 
     def special_id(self, text: str) -> int | None:
         """The id of the control token that is spelled exactly so."""
@@ -189,7 +205,8 @@ class Vocab:
         return ids if ids[:len(prefix)] == prefix else prefix + ids
 
     def _render(self, messages: object, add_generation_prompt: bool, continue_final_message: bool,
-                kwargs: Mapping[str, Any]) -> tuple[str, dict[int, str]]:
+                kwargs: Mapping[str, Any],
+                tools: Sequence[dict[str, Any]] | None) -> tuple[str, dict[int, str]]:
         """The rendered prompt, in which private characters stand for the control tokens that messages spell.
 
         Returns it and, by the characters' code points, what they stand for.
@@ -202,8 +219,9 @@ class Vocab:
             raise ValueError(f"chat_template_kwargs: {min(reserved)} is not the caller's to set")
         checked = check_messages(messages)
         given = map_strings(dict(kwargs), require_unicode, "chat_template_kwargs")
+        known = map_strings(list(tools or ()), require_unicode, "tools")
         placeholders: dict[str, str] = {}
-        free = _unused_private_characters((checked, given))
+        free = _unused_private_characters((checked, given, known))
 
         def hide(text: str, _field: str) -> str:
             pieces = []
@@ -214,11 +232,12 @@ class Vocab:
             return "".join(pieces)
 
         checked, given = map_strings(checked, hide, "messages"), map_strings(given, hide, "chat_template_kwargs")
+        known = map_strings(known, hide, "tools")
         final = ""
         if continue_final_message:
             # A mark in its place shows where it begins, whatever the template does to a content.
             final, checked[-1]["content"] = checked[-1]["content"], (mark := next(free))
-        rendered = self._template.render(checked, add_generation_prompt, given)
+        rendered = self._template.render(checked, add_generation_prompt, given, known)
         if continue_final_message:
             before, found, _ = rendered.rpartition(mark)
             if not found:

@@ -21,7 +21,8 @@ def find_refusal(sequence: Sequence, max_model_len: int, groups: tuple[Group, ..
         return "the prompt is empty"
     if num_prompt > max_model_len:
         return f"the prompt has {num_prompt} tokens, {context}"
-    asks_for_tokens = sequence.request.max_tokens > 0 or sequence.request.sampling.prompt_logprobs is None
+    sampling = sequence.request.sampling
+    asks_for_tokens = sequence.request.max_tokens > 0 or (sampling.prompt_logprobs is None and sampling.pooling is None)
     if sequence.max_tokens == 0 and asks_for_tokens:
         return f"the prompt of {num_prompt} tokens leaves no room for an answer, {context}"
     for group in groups:

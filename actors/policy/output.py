@@ -12,7 +12,7 @@ from actors.policy.sequence import Sequence
 class Output:
     """NOTE: an end is always a row, and rows are read after the columns: nothing may follow it."""
     accepted: list[str] = field(default_factory=list)
-    entered: list[tuple[str, int, str]] = field(default_factory=list)
+    entered: list[tuple[str, int, str, float, float]] = field(default_factory=list)
     request_ids: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     rows: list[SequenceTokens] = field(default_factory=list)

@@ -203,6 +203,7 @@ class SchedulerPolicy:
             self._fail(step.rows[slot], reason, forget=True)
         if result.prompt_slots:
             self._output.add_prompt_logprobs(result, step.rows)
+        pooled = {step.rows[slot].request_id: state for slot, state in result.pooled}
         for sequence, end in step.chunks:
             if not sequence.is_alive:
                 continue
@@ -211,7 +212,7 @@ class SchedulerPolicy:
             if sequence.max_tokens == 0 and end == sequence.num_prompt_tokens:
                 self.stats.end_prefill(sequence, self._now_s)
                 self._remove(sequence, is_complete=True)
-                self._finish(sequence, "length")
+                self._finish(sequence, "length", pooled=pooled.get(sequence.request_id, ()))
         self._take_tokens(result, step)
 
     def _take_hints(self, result: StepResult) -> None:
@@ -441,7 +442,8 @@ class SchedulerPolicy:
         sequence = self.waiting.pop(grant.request_id)
         if not sequence.has_started:
             self.stats.enter(sequence, grant.num_cached_tokens, self._now_s)
-            self._output.entered.append((sequence.request_id, grant.num_cached_tokens, grant.cache_miss))
+            self._output.entered.append((sequence.request_id, grant.num_cached_tokens, grant.cache_miss,
+                                         sequence.queued_s, sequence.entered_s))
         sequence.start(self._free_slots.pop(), grant)
         self.order.enter(sequence)
         return sequence
@@ -479,9 +481,9 @@ class SchedulerPolicy:
 
     def _finish(self, sequence: Sequence, finish: Finish, token_ids: tuple[int, ...] = (),
                 logprobs: tuple[float, ...] = (), top_logprobs: tuple[TopLogprobs, ...] = (), error: str = "",
-                error_field: str = "", retry_after_s: float | None = None) -> None:
+                error_field: str = "", retry_after_s: float | None = None, pooled: tuple[float, ...] = ()) -> None:
         self._output.rows.append(SequenceTokens(
-            sequence.request_id, token_ids, logprobs, top_logprobs, finish=finish, error=error,
+            sequence.request_id, token_ids, logprobs, top_logprobs, pooled=pooled, finish=finish, error=error,
             error_field=error_field, usage=sequence.usage(), retry_after_s=retry_after_s))
 
     def _count(self) -> None:

@@ -143,7 +143,9 @@ class Sequence:
 
     def _max_cached_tokens(self) -> int:
         """The last token must be computed: what follows it is asked for. So must the prompt from where its logprobs
-        are still to come."""
+        are still to come, and all of it where its hidden states are summed up."""
+        if self.request.sampling.pooling == "mean":
+            return 0
         if self.request.sampling.prompt_logprobs is not None and self.num_prompt_logprobs < self.num_prompt_tokens:
             return max(0, self.num_prompt_logprobs - 1)
         return self.num_known_tokens - 1

@@ -6,6 +6,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from api.openai.schemas import Message, Messages, TemplateOptions, TokenId
+from api.openai.tool_schemas import Tool
 from api.schemas import FieldFault, ParsedModel
 
 MAX_TOKENS = 1 << 20
@@ -14,8 +15,8 @@ MAX_ABORTS = 1024
 
 class TokenizeRequest(TemplateOptions):
     """Text or messages."""
-    unsupported = {"chat_template": (), "tools": ([],), "documents": ([],), "mm_processor_kwargs": ({},)}
-    parts = {"messages": Message}
+    unsupported = {"chat_template": (), "documents": ([],), "mm_processor_kwargs": ({},)}
+    parts = {"messages": Message, "tools": Tool}
 
     model: str | None = None
     prompt: str | None = None
@@ -29,9 +30,9 @@ class TokenizeRequest(TemplateOptions):
             raise FieldFault("prompt", "either prompt or messages")
         if self.messages is not None and self.add_special_tokens:
             raise FieldFault("add_special_tokens", "not with messages: the chat template has them")
-        if self.prompt is not None and (self.continue_final_message or self.chat_template_kwargs):
-            raise FieldFault("continue_final_message" if self.continue_final_message else "chat_template_kwargs",
-                             "only with messages")
+        for name in ("continue_final_message", "chat_template_kwargs", "tools"):
+            if self.prompt is not None and getattr(self, name):
+                raise FieldFault(name, "only with messages")
         return self
 
 
@@ -41,8 +42,8 @@ class DetokenizeRequest(ParsedModel):
 
 
 class ApplyTemplateRequest(TemplateOptions):
-    unsupported = {"chat_template": (), "tools": ([],), "documents": ([],)}
-    parts = {"messages": Message}
+    unsupported = {"chat_template": (), "documents": ([],)}
+    parts = {"messages": Message, "tools": Tool}
 
     model: str | None = None
     messages: Messages

@@ -11,11 +11,10 @@ from starlette.requests import Request
 
 from actors.messages import TextDelta, TokenLogprob
 from api.engine import Engine
-from api.errors import ApiError
 from api.exchange import Generation, Reply, parse_body
-from api.openai.lower import asker, check_num_generations, sampling_params
-from api.openai.schemas import CompletionRequest, NamedPrompt
-from api.openai.write import TRUNCATED, AnswerWriter, shown_logprob, shown_token
+from api.openai.lower import asker, check_lengths, check_num_generations, of_choice, sampling_params
+from api.openai.schemas import CompletionRequest
+from api.openai.write import TRUNCATED, AnswerWriter, shown_logprob, shown_prompt, shown_token
 from api.routes import EVENTS, Endpoint
 from api.service import service_of
 
@@ -28,24 +27,19 @@ async def completions(request: Request) -> Reply:
     engine = service.ready_engine()
     body = await parse_body(request, CompletionRequest)
     service.check_model(body.model)
-    _check_lengths(engine, body.prompt)
+    check_lengths(engine, body.prompt)
     check_num_generations(engine, len(body.prompt), body.num_choices)
     # Scoring without an answer asks for the prompt's logprobs, shown or not: there is nothing else to compute.
     scores_prompt = body.echo and (body.logprobs is not None or body.max_tokens == 0)
+    nums_top = [num for num in (body.prompt_logprobs, (body.logprobs or 0) if scores_prompt else None)
+                if num is not None]
     sampling = sampling_params(engine, body, body.max_tokens, DEFAULT_MAX_TOKENS, logprobs=body.logprobs,
-                               prompt_logprobs=(body.logprobs or 0) if scores_prompt else None)
+                               prompt_logprobs=max(nums_top, default=None))
     who = asker(request, body)
-    generations = [Generation(prompt.field, prompt.value, sampling, choice, asker=who) for prompt in body.prompt
-                   for choice in range(body.num_choices)]
+    generations = [Generation(prompt.field, prompt.value, sampling if scores_prompt else of_choice(sampling, choice),
+                              choice, asker=who)
+                   for prompt in body.prompt for choice in range(body.num_choices)]
     return Reply(service, engine, generations, CompletionWriter(body, engine), bool(body.stream))
-
-
-def _check_lengths(engine: Engine, prompts: Sequence[NamedPrompt]) -> None:
-    """Millions of ids are refused here, before each is looked at again. Raises: ApiError (400)."""
-    for field, prompt in prompts:
-        if not isinstance(prompt, str) and len(prompt) > engine.info.max_model_len:
-            raise ApiError(400, f"{field}: has {len(prompt)} tokens; this model's context is "
-                           f"{engine.info.max_model_len}", param=field)
 
 
 class CompletionWriter(AnswerWriter):
@@ -56,7 +50,7 @@ class CompletionWriter(AnswerWriter):
         super().__init__(request, engine.info, "cmpl", "text_completion", "text_completion", num_completions)
         self._prompts = request.prompt
         self._echo = bool(request.echo)
-        self._with_logprobs = request.logprobs is not None
+        self._num_logprobs = request.logprobs
         self._decode = engine.decode
         self._texts = [_Text() for _ in range(num_completions)]
 
@@ -74,11 +68,16 @@ class CompletionWriter(AnswerWriter):
         return events
 
     def document(self, completions: Sequence[TextDelta]) -> bytes:
-        choices = []
+        choices: list[dict[str, Any]] = []
+        scores: list[dict[str, Any] | None] = []
         for index, completion in enumerate(completions):
             self.add_usage(index, completion)
             choices.append({**self._content(index, completion), "finish_reason": completion.finish,
                             "stop_reason": completion.stop_reason})
+            if self.num_prompt_logprobs is not None:
+                if index % self.num_choices == 0:
+                    scores = shown_prompt(completion.prompt_logprobs, self.num_prompt_logprobs)
+                choices[-1]["prompt_logprobs"] = scores
         return self.answer(choices)
 
     def _content(self, index: int, delta: TextDelta) -> dict[str, Any]:
@@ -97,7 +96,7 @@ class CompletionWriter(AnswerWriter):
                 offsets = text.offsets(delta.prompt_logprobs)
                 text.num_chars = len(prompt)
         offsets += text.offsets(delta.logprobs)
-        logprobs = _columns(tokens, offsets) if self._with_logprobs and tokens else None
+        logprobs = None if self._num_logprobs is None or not tokens else _columns(tokens, offsets, self._num_logprobs)
         return {"index": index, "text": shown, "logprobs": logprobs, **details}
 
     def _prompt_text(self, index: int) -> str:
@@ -124,7 +123,7 @@ class _Text:
         return offsets
 
 
-def _columns(tokens: Sequence[TokenLogprob], offsets: list[int]) -> dict[str, Any]:
+def _columns(tokens: Sequence[TokenLogprob], offsets: list[int], num_top: int) -> dict[str, Any]:
     """One entry a token. The token itself is always among its `top_logprobs`, even if no others are asked for."""
     tops: list[dict[str, float | None] | None] = []
     for token in tokens:
@@ -132,7 +131,7 @@ def _columns(tokens: Sequence[TokenLogprob], offsets: list[int]) -> dict[str, An
         if logprob is None:
             tops.append(None)
         else:
-            others = {shown_token(other): shown_logprob(other.logprob) for other in token.top}
+            others = {shown_token(other): shown_logprob(other.logprob) for other in token.top[:num_top]}
             tops.append({shown_token(token): logprob, **others})
     return {"tokens": [shown_token(token) for token in tokens],
             "token_logprobs": [shown_logprob(token.logprob) for token in tokens],

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias
 
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
@@ -14,6 +15,7 @@ from actors.sampling_params import (
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
 )
+from api.openai.tool_schemas import Calls, NamedTool, Tool, ToolCall, ToolChoice, Tools, check_names
 from api.schemas import MAX_SHOWN_CHARS, FieldFault, ParsedModel, shown
 
 MAX_GENERATIONS = 1024                      # prompts × n
@@ -27,13 +29,12 @@ MAX_NAME_CHARS = 1024                       # of user and cache_salt
 # Fields that ask for something not supported, with the values that do not ask. None never asks.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},), "structured_outputs": (), "guided_json": (), "guided_regex": (),
-    "guided_choice": (), "guided_grammar": (), "structural_tag": (), "json_schema": (), "grammar": ("",),
+    "structural_tag": (), "json_schema": (), "grammar": ("",), "guided_whitespace_pattern": (),
     "use_beam_search": (False,), "beam_width": (1,), "length_penalty": (1,), "early_stopping": (False,),
     "suffix": ("",), "audio": (), "modalities": (["text"],), "prediction": (), "web_search_options": (),
     "store": (False,), "prompt_embeds": (), "documents": ([],), "mm_processor_kwargs": ({},),
     "reasoning_effort": ("none",), "verbosity": ("medium",), "include_reasoning": (True,),
-    "thinking_token_budget": (), "chat_template": (), "prompt_logprobs": (),
+    "thinking_token_budget": (), "chat_template": (),
     "spaces_between_special_tokens": (True,), "logits_processors": ([],), "vllm_xargs": ({},),
     "kv_transfer_params": (), "typical_p": (1,), "top_a": (0,), "tfs": (1,), "mirostat": (0,), "mirostat_mode": (0,),
     "dry_multiplier": (0,), "xtc_probability": (0,), "dynatemp_range": (0,), "top_n_sigma": (0, -1),
@@ -91,20 +92,24 @@ class NamedPrompt(NamedTuple):
     value: str | list[int]
 
 
-def _prompt_list(value: Any) -> list[NamedPrompt]:
+def _prompts(value: Any) -> list[NamedPrompt]:
+    return prompt_list(value, "prompt")
+
+
+def prompt_list(value: Any, field: str) -> list[NamedPrompt]:
     """Any of the four forms of `prompt` (text, token ids, lists of both) → one entry a prompt.
 
     NOTE: [] is one prompt without tokens; the engine starts it, as it does "", from a beginning-of-text token.
     """
     if isinstance(value, str):
-        return [NamedPrompt("prompt", value)]
+        return [NamedPrompt(field, value)]
     if not isinstance(value, list):
         raise FieldFault("", "must be a string, a list of token ids, or a list of these")
     if not value or type(value[0]) is int:
-        return [NamedPrompt("prompt", _token_ids("", value))]
+        return [NamedPrompt(field, _token_ids("", value))]
     if len(value) > MAX_GENERATIONS:
         raise FieldFault("", f"at most {MAX_GENERATIONS} prompts, got {len(value)}")
-    return [NamedPrompt(f"prompt[{number}]", prompt if isinstance(prompt, str) else _token_ids(f"[{number}]", prompt))
+    return [NamedPrompt(f"{field}[{number}]", prompt if isinstance(prompt, str) else _token_ids(f"[{number}]", prompt))
             for number, prompt in enumerate(value)]
 
 
@@ -129,8 +134,13 @@ LogitBias: TypeAlias = Annotated[dict[int, float] | None, BeforeValidator(
 Content: TypeAlias = Annotated[str | list[dict[str, str]] | None, PlainValidator(
     _content, json_schema_input_type=str | Annotated[list[TextPart], Field(min_length=1)] | None)]
 Prompts: TypeAlias = Annotated[list[NamedPrompt], PlainValidator(
-    _prompt_list, json_schema_input_type=str | Annotated[list[TokenId], Field(min_length=1)] | Annotated[
+    _prompts, json_schema_input_type=str | Annotated[list[TokenId], Field(min_length=1)] | Annotated[
         list[str | Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_GENERATIONS)])]
+
+
+# Checked where it is made a form: what is no schema has no better name than the field.
+JsonSchema: TypeAlias = Annotated[Any, PlainValidator(
+    lambda value: value, json_schema_input_type=dict[str, Any] | str | bool)]
 
 
 class StreamOptions(ParsedModel):
@@ -138,9 +148,46 @@ class StreamOptions(ParsedModel):
     continuous_usage_stats: bool | None = None  # every chunk has its choice's so far
 
 
+class JsonSchemaFormat(ParsedModel):
+    """`strict` or not: the answer follows the schema."""
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    json_schema: Annotated[JsonSchema, Field(alias="schema")]
+
+
+class ResponseFormat(ParsedModel):
+    parts = {"json_schema": JsonSchemaFormat}
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise FieldFault("json_schema", "is required")
+        if self.type != "json_schema" and self.json_schema is not None:
+            raise FieldFault("json_schema", "only with type json_schema")
+        return self
+
+
+class StructuredOutputsObject(ParsedModel):
+    """vLLM's. One of the first five."""
+    unsupported = {"disable_additional_properties": (False,), "whitespace_pattern": (), "structural_tag": ()}
+
+    json_schema: Annotated[JsonSchema | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_fallback: bool | None = None        # there is none
+
+
 class GenerationRequest(ParsedModel):
     """What chat and completions have in common. None: the request is silent."""
-    parts = {"stream_options": StreamOptions}
+    parts = {"stream_options": StreamOptions, "response_format": ResponseFormat,
+             "structured_outputs": StructuredOutputsObject}
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -165,17 +212,27 @@ class GenerationRequest(ParsedModel):
     logit_bias: LogitBias = None
     allowed_token_ids: Annotated[list[int], Field(min_length=1, max_length=MAX_VOCAB, fail_fast=True)] | None = None
     bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsObject | None = None
+    guided_json: JsonSchema | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     echo: bool | None = None
     user: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     return_token_ids: bool | None = None
+    return_metrics: bool | None = None          # how long the answer took
 
     @model_validator(mode="after")
     def _consistent(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise FieldFault("stream_options", "only with stream true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise FieldFault("prompt_logprobs", "not with stream")
         if self.best_of not in (None, self.num_choices):
             raise FieldFault("best_of", f"only as many as n, which is {self.num_choices}, are supported")
         return self
@@ -194,17 +251,23 @@ class GenerationRequest(ParsedModel):
 
 
 class Message(ParsedModel):
-    unsupported = {"tool_calls": ([],), "function_call": (), "audio": (), "refusal": ("",)}
+    unsupported = {"function_call": (), "audio": (), "refusal": ("",)}
+    parts = {"tool_calls": ToolCall}
 
     role: Annotated[str, Field(min_length=1)]
     content: Content = None
     name: str | None = None
     tool_call_id: str | None = None
+    tool_calls: Calls | None = None             # of an assistant
+    reasoning_content: str | None = None        # likewise
 
     @model_validator(mode="after")
     def _consistent(self) -> Message:
         if self.content is None and self.role != "assistant":
             raise FieldFault("content", "must be a string or a list of text parts")
+        for name in ("tool_calls", "reasoning_content"):
+            if getattr(self, name) and self.role != "assistant":
+                raise FieldFault(name, "only an assistant has some")
         return self
 
     def text(self) -> str:
@@ -215,7 +278,9 @@ class Message(ParsedModel):
     def plain(self) -> dict[str, Any]:
         """As a chat template gets it."""
         fields = {"role": self.role, "content": self.content or "", "name": self.name,
-                  "tool_call_id": self.tool_call_id}
+                  "tool_call_id": self.tool_call_id,
+                  "tool_calls": [call.plain() for call in self.tool_calls or ()] or None,
+                  "reasoning_content": self.reasoning_content or None}
         return {key: value for key, value in fields.items() if value is not None}
 
 
@@ -227,27 +292,38 @@ class TemplateOptions(ParsedModel):
     add_generation_prompt: bool | None = None   # None: unless the last message is continued
     continue_final_message: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_KWARGS)] | None = None
+    tools: Tools | None = None
 
     @model_validator(mode="after")
     def _consistent_template(self) -> Self:
         if self.continue_final_message and self.add_generation_prompt:
             raise FieldFault("continue_final_message", "not with add_generation_prompt: the prompt ends with the last "
                              "message, or with the beginning of the next one")
+        check_names(self.tools)
         return self
 
     def template(self) -> dict[str, Any]:
         """As the engine takes it."""
         begins_answer = not self.continue_final_message if self.add_generation_prompt is None else (
             self.add_generation_prompt)
+        tools = {"tools": [tool.plain() for tool in self.tools]} if self.tools else {}
         return {"add_generation_prompt": begins_answer, "continue_final_message": bool(self.continue_final_message),
-                "chat_template_kwargs": self.chat_template_kwargs or {}}
+                "chat_template_kwargs": self.chat_template_kwargs or {}, **tools}
+
+
+_OF_CHAT_ALONE = ("tools", "tool_choice", "include_reasoning", "reasoning_effort")
 
 
 class ChatRequest(GenerationRequest, TemplateOptions):
-    unsupported = {**_UNSUPPORTED, "add_special_tokens": (False,)}
-    parts = {**GenerationRequest.parts, "messages": Message}
+    unsupported = {**{name: values for name, values in _UNSUPPORTED.items() if name not in _OF_CHAT_ALONE},
+                   "add_special_tokens": (False,)}
+    parts = {**GenerationRequest.parts, "messages": Message, "tools": Tool}
 
     messages: Messages
+    tool_choice: ToolChoice = None              # None: auto, where there are tools
+    parallel_tool_calls: bool | None = None     # None: an answer may have several calls, where its history may
+    include_reasoning: bool | None = None       # None: thoughts are in the reply
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     logprobs: bool | None = None
@@ -260,7 +336,25 @@ class ChatRequest(GenerationRequest, TemplateOptions):
         if self.max_completion_tokens is not None and self.max_tokens not in (None, self.max_completion_tokens):
             raise FieldFault("max_completion_tokens", f"{self.max_completion_tokens} contradicts max_tokens "
                                  f"{self.max_tokens}")
+        self._check_tool_choice()
         return self
+
+    @classmethod
+    def unknown_fields(cls, values: Mapping[str, Any]) -> list[str]:
+        """NOTE: a call that is enforced is strict."""
+        found = super().unknown_fields(values)
+        if values.get("tool_choice") in (None, "auto", "none"):
+            return found
+        return [path for path in found if not re.fullmatch(r"tools\[\d+\]\.function\.strict", path)]
+
+    def _check_tool_choice(self) -> None:
+        choice = self.tool_choice
+        if choice in (None, "none", "auto"):
+            return
+        if not self.tools:
+            raise FieldFault("tool_choice", "there are no tools to call")
+        if isinstance(choice, NamedTool) and choice.function.name not in [tool.function.name for tool in self.tools]:
+            raise FieldFault("tool_choice.function.name", "no tool has this name")
 
 
 class CompletionRequest(GenerationRequest):

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -11,7 +12,8 @@ from actors.messages import TextDelta, TokenLogprob
 from api.engine import EngineInfo
 from api.errors import ApiError
 from api.openai.schemas import GenerationRequest
-from api.sse import DONE, event
+from api.sse import DONE, KEEP_ALIVE, event
+from api.timings import Times
 
 LOWEST_LOGPROB = -9999.0                        # JSON has no -inf
 TRUNCATED = "num_truncated_prompt_tokens"       # of a choice whose request allowed it
@@ -19,6 +21,8 @@ TRUNCATED = "num_truncated_prompt_tokens"       # of a choice whose request allo
 
 class AnswerWriter:
     """The frame round the choices of one answer. Usage counts a prompt once, whatever n is, and all completions."""
+    keep_alive = KEEP_ALIVE
+    metrics: Times | None = None
 
     def __init__(self, request: GenerationRequest, info: EngineInfo, id_prefix: str, chunk_kind: str,
                  document_kind: str, num_completions: int) -> None:
@@ -38,6 +42,8 @@ class AnswerWriter:
         self._num_prompt_tokens = self._num_cached_tokens = self._num_output_tokens = 0
         self._cache_misses: list[str] | None = [] if info.debug else None
         self.with_token_ids = bool(request.return_token_ids)
+        self.wants_metrics = bool(request.return_metrics)
+        self.num_prompt_logprobs = request.prompt_logprobs
 
     def add_usage(self, index: int, completion: TextDelta) -> None:
         """`index` counts prompts × choices; `completion` is its last delta, or all of it."""
@@ -70,15 +76,21 @@ class AnswerWriter:
         return self._before + orjson.dumps(choice) + b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
 
     def last_events(self) -> bytes:
-        if not self._with_usage:
+        """NOTE: a chunk without choices comes for who asks for it only: not all clients expect one."""
+        if not self._with_usage and not self.wants_metrics:
             return DONE
-        return event({**self._chunk_head, "choices": [], "usage": self._usage()}) + DONE
+        usage = {"usage": self._usage()} if self._with_usage else {}
+        return event({**self._chunk_head, "choices": [], **usage, **self._metrics()}) + DONE
 
     def error_event(self, error: ApiError) -> bytes:
         return b"data: " + error.body() + b"\n\n"
 
     def answer(self, choices: list[dict[str, Any]], **extra: Any) -> bytes:
-        return orjson.dumps({**self._document_head, "choices": choices, "usage": self._usage(), **extra})
+        return orjson.dumps({**self._document_head, "choices": choices, "usage": self._usage(), **self._metrics(),
+                             **extra})
+
+    def _metrics(self) -> dict[str, Any]:
+        return {"metrics": self.metrics} if self.wants_metrics or self.metrics is not None else {}
 
     def _usage(self) -> dict[str, Any]:
         details: dict[str, Any] = {"cached_tokens": self._num_cached_tokens}
@@ -92,6 +104,21 @@ class AnswerWriter:
 def shown_logprob(logprob: float) -> float | None:
     """None for nan: a prompt's first token has none."""
     return None if logprob != logprob else max(logprob, LOWEST_LOGPROB)
+
+
+def shown_prompt(tokens: Sequence[TokenLogprob], num_top: int) -> list[dict[str, Any] | None]:
+    """A prompt's tokens, as vLLM shows them: by their ids, each with the best `num_top` in its place; the first has
+    none. NOTE: the rank of a token that is not among these is not known.
+    """
+    shown: list[dict[str, Any] | None] = []
+    for token in tokens:
+        if token.logprob != token.logprob:
+            shown.append(None)
+            continue
+        ranks = {other.token_id: rank for rank, other in enumerate(token.top[:num_top], 1)}
+        shown.append({str(one.token_id): {"logprob": shown_logprob(one.logprob), "rank": ranks.get(one.token_id),
+                                          "decoded_token": one.text} for one in (token, *token.top[:num_top])})
+    return shown
 
 
 def shown_token(token: TokenLogprob) -> str:

@@ -3,6 +3,7 @@
 It answers "<prompt>" with "re <prompt>", cut at max_tokens. Words in a prompt ask for more:
 HOLD waits before its first token until `release()`; FAIL fails after three tokens; ENDLESS never ends by itself;
 BYTES answers with the three bytes of one character, a token each; REFUSE is refused, after `release()`.
+Where `says` is set that is its answer. A pooled state is 3, 4, 0 and the prompt's number of tokens.
 """
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ INFO = EngineInfo(
     file_bytes=1 << 20, weight_bytes=2 << 20, max_num_seqs=4, max_num_batched_tokens=512, device="cpu",
     device_reason="asked", stop_token_ids=(EOS,), stop_tokens=("<eos>",), has_chat_template=True,
     default_sampling={"temperature": 0.5}, startup_s=(("weights", 0.1), ("tokenizer", 0.2)),
-    kv_groups=(Group(512), Group(96, window=64)), num_full_requests=2.75)
+    kv_groups=(Group(512), Group(96, window=64)), num_full_requests=2.75, hidden_size=4)
 
 
 @dataclass
@@ -50,6 +51,7 @@ class Call:
     num_deltas: int = 0
     template: tuple[bool, bool, Mapping[str, Any]] = (True, False, {})
     asker: dict[str, Any] = field(default_factory=dict)
+    tools: Sequence[dict[str, Any]] = ()
 
 
 @dataclass
@@ -73,6 +75,7 @@ class FakeEngine(Recorder):
         super().__init__()
         self.info = info
         self.calls: list[Call] = []
+        self.says: str | None = None
         self.num_prompt_tokens = self.num_output_tokens = 0
         self._token_size = token_size           # characters that an ENDLESS token has
         self._dead: BaseException | None = None
@@ -88,10 +91,11 @@ class FakeEngine(Recorder):
 
     async def generate(self, prompt: PromptInput, sampling: SamplingParams | None = None, *, choice: int = 0,
                        add_generation_prompt: bool = True, continue_final_message: bool = False,
-                       chat_template_kwargs: Mapping[str, Any] | None = None, **asker: Any) -> AsyncIterator[TextDelta]:
+                       chat_template_kwargs: Mapping[str, Any] | None = None, tools: Sequence[dict[str, Any]] = (),
+                       **asker: Any) -> AsyncIterator[TextDelta]:
         sampling = sampling or self.default_sampling()
         template = (add_generation_prompt, continue_final_message, chat_template_kwargs or {})
-        call = Call(prompt, sampling, choice, template=template, asker=asker)
+        call = Call(prompt, sampling, choice, template=template, asker=asker, tools=tools)
         self.calls.append(call)
         self.note()
         try:
@@ -212,7 +216,8 @@ class FakeEngine(Recorder):
         scores = () if num_top is None else (
             _logprob(ids[0], float("nan"), 0), *(_logprob(token_id, -1.0, num_top) for token_id in ids[1:]))
         if sampling.max_tokens == 0:
-            yield TextDelta("r", finish="length", usage=Usage(len(ids), 0), prompt_logprobs=scores)
+            pooled = (3.0, 4.0, 0.0, float(len(ids)))[:self.info.hidden_size] if sampling.pooling else ()
+            yield TextDelta("r", finish="length", usage=Usage(len(ids), 0), prompt_logprobs=scores, pooled=pooled)
             return
         if scores:
             yield TextDelta("r", prompt_logprobs=scores)
@@ -220,7 +225,8 @@ class FakeEngine(Recorder):
             while True:
                 yield TextDelta("r", "x" * self._token_size, (120,))
                 await asyncio.sleep(0)
-        answer = "\u20ac".encode() if "BYTES" in text else f"re {text}".encode()
+        said = f"re {text}" if self.says is None else self.says
+        answer = "\u20ac".encode() if "BYTES" in text else said.encode()
         room = min(self.info.max_model_len - len(ids), sampling.max_tokens or self.info.max_model_len)
         ends = room > len(answer)
         tokens = (*answer, EOS) if ends else tuple(answer[:room])

@@ -18,7 +18,13 @@ from api.metrics import Metrics
 from cuda.device_runner import DeviceRunner
 from cuda.devices import Gpu
 from cuda.launcher import DeviceLost
-from tests.api import test_engine, test_engine_cache, test_engine_parameters
+from tests.api import (
+    test_engine,
+    test_engine_cache,
+    test_engine_parameters,
+    test_engine_pooling,
+    test_engine_structured,
+)
 from tests.api.test_engine import BLOCK_BYTES, GREEDY, MODELS, SEEDED, facts, idle, prompts, run, tiny
 from tests.api.test_engine_cache import ids
 from tests.cuda.test_golden_models import quantized
@@ -56,12 +62,33 @@ def test_as_on_the_other_back_ends(test: Callable[[str], None]) -> None:
     test("cuda")
 
 
+@pytest.mark.parametrize("sampling", [test_engine_pooling.MEAN, test_engine_pooling.LAST], ids=["mean", "last"])
+def test_pooled_states_have_the_same_bits(sampling: SamplingParams) -> None:
+    test_engine_pooling.check_equal_alone("cuda", sampling)
+
+
+def test_pooled_states_are_the_golden_ones() -> None:
+    test_engine_pooling.check_golden("cuda", 0.03)
+
+
 def test_masks_and_bad_words(tmp_path: Path) -> None:
     """The device forbids a word's last token before anybody has read the one before it."""
     test_engine_parameters.check_masks("cuda")
     folder = test_engine_parameters.byte_model(tmp_path)
     test_engine_parameters.check_bad_words("cuda", folder)
     test_engine_parameters.check_bad_words_survive_preemption("cuda", folder)
+
+
+def test_structured_outputs(tmp_path: Path) -> None:
+    """A step's masks are filled between its forward pass and its sampling, by the tokens of the step before."""
+    folder = test_engine_parameters.byte_model(tmp_path)
+    test_engine_structured.check_every_kind("cuda", folder)
+    test_engine_structured.check_preempted_equals_undisturbed("cuda", folder)
+
+
+def test_a_fault_in_a_structured_output_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = test_engine_parameters.byte_model(tmp_path)
+    test_engine_structured.check_a_fault_is_its_own("cuda", folder, monkeypatch)
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma3"])

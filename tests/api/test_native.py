@@ -21,6 +21,7 @@ from tests.api.test_door import door
 from tests.weights.tiny_tokenizers import CHATML, byte_level, write_folder
 
 LLAMA = Path(__file__).parents[1] / "golden" / "models" / "llama"
+TOOL = {"type": "function", "function": {"name": "f"}}
 HI = [{"role": "user", "content": "hi"}]
 
 
@@ -76,7 +77,8 @@ def test_apply_template(server: Server) -> None:
     ("/tokenize", {}, "prompt"), ("/tokenize", {"prompt": "a", "messages": HI}, "prompt"),
     ("/tokenize", {"prompt": 5}, "prompt"), ("/tokenize", {"messages": []}, "messages"),
     ("/tokenize", {"messages": HI, "add_special_tokens": True}, "add_special_tokens"),
-    ("/tokenize", {"messages": HI, "tools": [{}]}, "tools"),
+    ("/tokenize", {"messages": HI, "tools": [{}]}, "tools[0].type"),
+    ("/tokenize", {"prompt": "a", "tools": [TOOL]}, "tools"),
     ("/tokenize", {"prompt": "a", "continue_final_message": True}, "continue_final_message"),
     ("/tokenize", {"messages": [{"role": "refused", "content": "a"}]}, "messages"),
     ("/tokenize", {"messages": [{"role": "user"}]}, "messages[0].content"),

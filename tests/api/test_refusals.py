@@ -61,9 +61,10 @@ def refused(answer: Answer, param: str | None, status: int = 400) -> str:
     ({"stream": True, "stream_options": 5}, "stream_options"),
     # known, not supported
     ({"best_of": 2}, "best_of"), ({"suffix": "x"}, "suffix"), ({"use_beam_search": True}, "use_beam_search"),
-    ({"response_format": {"type": "json_object"}}, "response_format"), ({"tools": [{}]}, "tools"),
-    ({"structured_outputs": {"regex": "a"}}, "structured_outputs"), ({"modalities": ["audio"]}, "modalities"),
-    ({"prompt_logprobs": 1}, "prompt_logprobs"), ({"mirostat": 2}, "mirostat"),
+    ({"tools": [{}]}, "tools"), ({"modalities": ["audio"]}, "modalities"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"), ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    ({"prompt_logprobs": True}, "prompt_logprobs"), ({"prompt_logprobs": VOCAB_SIZE}, "prompt_logprobs"),
+    ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"), ({"mirostat": 2}, "mirostat"),
     ({"stream": True, "stream_options": {"continuous_usage_stats": 1}}, "stream_options.continuous_usage_stats"),
     ({"best_of": 3, "n": 2}, "best_of"), ({"best_of": 1, "n": 2}, "best_of"), ({"mirostat_mode": 1}, "mirostat_mode"),
     ({"dry_multiplier": 0.8}, "dry_multiplier"), ({"xtc_probability": 0.5}, "xtc_probability"),
@@ -159,7 +160,7 @@ def test_huge_id_prompt_is_refused_at_the_door(server: Server, engine: FakeEngin
     ([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text"}]}], "messages[0].content[1].text"),
     ([{"role": "user", "content": ["a"]}], "messages[0].content[0].type"),
     ([{"role": "user", "content": []}], "messages[0].content"),
-    ([{"role": "assistant", "content": None, "tool_calls": [{}]}], "messages[0].tool_calls"),
+    ([{"role": "assistant", "content": None, "tool_calls": [{}]}], "messages[0].tool_calls[0].function"),
     ([{"role": "user", "content": "a"}] * 5000, "messages"),
     ([{"role": "refused", "content": "a"}], "messages"),
 ])

@@ -157,5 +157,6 @@ def test_help_names_every_flag_of_the_door() -> None:
     told = subprocess.run([sys.executable, "-m", "tools.serve", "--help"], cwd=ROOT, capture_output=True, text=True,
                           check=True).stdout
     for flag in ("api-key", "api-key-file", "allow-origin", "ssl-certfile", "ssl-keyfile", "request-timeout",
-                 "idle-timeout", "sse-keep-alive-interval", "strict", "shutdown-timeout"):
+                 "idle-timeout", "sse-keep-alive-interval", "strict", "shutdown-timeout",
+                 "enable-per-request-metrics"):
         assert re.search(rf"--{flag}\b", told)

@@ -3,6 +3,7 @@ what CuPy and CUDA allow, and it is still right at the time when they run it.
 """
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 
@@ -17,6 +18,7 @@ from cuda.launcher import Launcher
 from cuda.ops import KVDtype
 from cuda.runner import StepOutput
 from tests.cuda.emulated_cupy import EmulatedCupy
+from tests.cuda.test_device_runner import Script
 from tests.cuda.test_golden_models import GREEDY, tiny_model
 from tests.cuda_emulator import build
 from tests.cuda_emulator.launcher import EmulatorLauncher
@@ -26,8 +28,10 @@ pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(buil
 NUM_BLOCKS = 24
 
 
-def run(launcher: Launcher, model: str, kv_dtype: KVDtype, graphs: bool) -> list[tuple[int, ...]]:
-    """Three sequences, the third from the tier, each step launched before the one before it is read."""
+def run(launcher: Launcher, model: str, kv_dtype: KVDtype, graphs: bool,
+        script: Script | None = None) -> list[tuple[int, ...]]:
+    """Three sequences, the third from the tier, each step launched before the one before it is read. script: of the
+    second."""
     spec, weights = tiny_model(model)
     ops = KernelOps(launcher, deterministic=True)
     groups = kv_groups(spec)
@@ -44,7 +48,8 @@ def run(launcher: Launcher, model: str, kv_dtype: KVDtype, graphs: bool) -> list
 
     def start(slot: int, tokens: list[int], first_block: int) -> None:
         blocks = list(range(first_block, first_block + 4))
-        runner.start(slot, tokens, len(tokens), GREEDY, [blocks] * len(groups), True, None)
+        sampling = dataclasses.replace(GREEDY, constraint=script if slot == 1 else None)
+        runner.start(slot, tokens, len(tokens), sampling, [blocks] * len(groups), True, None)
 
     start(0, prompt, 0)
     step([(0, 0, 40)])
@@ -74,6 +79,17 @@ def test_a_model_runs_as_on_the_emulator(monkeypatch: pytest.MonkeyPatch, model:
     tokens = run(CupyLauncher(), model, kv_dtype, graphs)
     assert tokens == run(EmulatorLauncher(), model, kv_dtype, graphs)
     assert sum(map(len, tokens)) == 7 + 6 + 5 + 2
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_masks_are_written_between_forward_pass_and_sampling(monkeypatch: pytest.MonkeyPatch, graphs: bool) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", EmulatedCupy())
+    scripts = [Script([7, 300, 31, 32, 64, 9, 5]) for _ in range(2)]
+    tokens = [run(launcher, "llama", "bf16", graphs, script)
+              for launcher, script in zip((CupyLauncher(), EmulatorLauncher()), scripts, strict=True)]
+    assert tokens[0] == tokens[1]
+    assert scripts[0].told == scripts[1].told == scripts[0].tokens[:6]
+    assert all(any(token in row for row in tokens[0]) for token in scripts[0].tokens)
 
 
 def test_shared_memory_is_asked_for_by_those_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:

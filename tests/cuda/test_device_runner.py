@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from cuda import device_runner
 from cuda.device_runner import INDEX_CHANGES, DeviceRunner
@@ -134,6 +135,55 @@ def test_greedy_tokens_with_cublas_and_tiles_are_the_references() -> None:
     launcher.matmul = counted
     assert_same_greedy_tokens(running, "llama", GAPS[BF16], first_chunk=39)
     assert num_products == 4 * running.spec.num_layers, "the step of 39 rows"
+
+
+class Script:
+    """A constraint that allows one token after another, and notes what it is asked and told."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens, self.told = list(tokens), list[int]()
+        self.asked: list[tuple[int, int]] = []      # tokens told of so far, tokens that are out
+
+    def fill(self, allowed: NDArray[np.uint32], num_output_tokens: int) -> None:
+        self.asked.append((len(self.told), num_output_tokens))
+        token = self.tokens[num_output_tokens]
+        allowed[:] = 0
+        allowed[token // 32] = 1 << token % 32
+
+    def advance(self, token_id: int) -> None:
+        self.told.append(token_id)
+
+
+def test_masks_follow_the_tokens_of_the_step_before() -> None:
+    """Launched one step ahead: beside a row without a constraint, eagerly and as graphs, with rests between, and in a
+    slot that another one had."""
+    running, free = runner("llama"), runner("llama")
+    script, second = Script([7, 300, 7, 7, 31, 32, 64, 9, 5, 6, 8, 10]), Script([11, 12, 13])
+    answers: list[list[StepOutput]] = []
+    for x, constraint in ((running, script), (free, None)):
+        start(x, 1, prompt(3, 20), dataclasses.replace(SAMPLED, constraint=constraint))
+        start(x, 0, prompt(4, 9), SAMPLED)
+        ahead, outputs = None, []
+        for number in range(12):
+            chunks = [(1, 0, 20), (0, 0, 9)] if not number else []
+            launched = x.launch(x.rows(chunks, [1] if number in (4, 5) else []))
+            if ahead is not None:
+                outputs.append(ahead())
+            ahead = launched
+        assert ahead is not None
+        outputs.append(ahead())
+        answers.append(outputs)
+    assert [token for token, _ in tokens_of(answers[0], 1)] == script.tokens[:10]
+    assert script.asked == [(number, number) for number in range(10)]
+    assert script.told == script.tokens[:9], "the last step's are read when the next one needs them"
+    assert tokens_of(answers[0], 0) == tokens_of(answers[1], 0), "the other row's bits are as they were"
+    assert any(kind.graphs is not None and key[1] for key, kind in running._kinds.items()), "no graph was replayed"
+
+    running.end(1)
+    start(running, 1, prompt(5, 5), dataclasses.replace(SAMPLED, constraint=second))
+    outputs = [step(running, [(1, 0, 5)]), step(running, []), step(running, [])]
+    assert [token for token, _ in tokens_of(outputs, 1)] == second.tokens
+    assert (script.told, second.told) == (script.tokens[:10], second.tokens[:2])
 
 
 EQUAL = pytest.mark.parametrize(("model", "kv_dtype"), [("llama-quantized", "bf16"), ("gemma3", "bf16"),

@@ -551,3 +551,40 @@ def test_prompt_logprobs() -> None:
     assert np.isnan(logprobs[3])
     assert top[3] == ()
     assert Sampler.prompt_logprobs(logits, targets, 0)[1] == ((),) * 5
+
+
+class Only:
+    """A constraint that allows some tokens, and hears what is out."""
+
+    def __init__(self, *allowed: int) -> None:
+        self.allowed, self.told = allowed, list[int]()
+
+    def fill(self, allowed: NDArray[np.uint32], num_output_tokens: int) -> None:
+        allowed[:] = 0
+        for token_id in self.allowed:
+            allowed[token_id // 32] |= np.uint32(1 << token_id % 32)
+
+    def advance(self, token_id: int) -> None:
+        self.told.append(token_id)
+
+
+def test_a_constraint_leaves_its_tokens_alone_and_hears_of_each_once() -> None:
+    logits = np.random.default_rng(3).normal(size=(2, 70)).astype(np.float32)
+    only, nothing = Only(3, 40, 69), Only()
+    sampler, plain = Sampler(3, 70), Sampler(3, 70)
+    for x, constraint in ((sampler, only), (plain, None)):
+        x.start(2, sampling(temperature=1.0, logprobs=2, constraint=constraint), [5, 6, 7], 1)
+        x.start(0, sampling(temperature=1.0, seed=9), [5], 1)
+    assert only.told == [], "it has seen what was out"
+    drawn = [x.sample(logits, ints(2, 0), ints(3, 1)) for x in (sampler, plain)]
+    chosen = int(drawn[0].token_ids[0])
+    assert chosen in (3, 40, 69)
+    assert only.told == [chosen]
+    assert drawn[0].token_ids[1] == drawn[1].token_ids[1]
+    assert drawn[0].top_logprobs == drawn[1].top_logprobs, "the model's own"
+    best = max((3, 40, 69), key=lambda token_id: logits[0, token_id])
+    assert token(logits[0], sampling(constraint=only)) == best
+    assert token(logits[0], sampling(constraint=only, allowed_ids=(3, 4))) == 3
+    sampled = sample_one(logits[0], sampling(constraint=nothing))
+    assert sampled.failed == ((0, "every token is masked"),)
+    assert nothing.told == []

@@ -48,13 +48,14 @@ class Device:
         self.tokens = self.launcher.upload(np.full((max_num_seqs, max_model_len), -5, np.int32))
 
     def sample(self, logits: Floats, slots: NDArray[np.int32], positions: NDArray[np.int32],
-               allowed: NDArray[np.uint32] | None = None, allowed_rows: NDArray[np.int32] | None = None) -> Sampled:
+               masks: NDArray[np.uint32] | None = None, mask_rows: NDArray[np.int32] | None = None) -> Sampled:
         self.sampling.flush()
         upload = self.launcher.upload
         sent = upload(logits)
+        if masks is not None:
+            self.launcher.write(self.sampling.masks[:len(masks)], masks)
         self.sampling.sample(self.tokens, sent, upload(slots), upload(positions),
-                             allowed=None if allowed is None else upload(allowed),
-                             allowed_rows=None if allowed_rows is None else upload(allowed_rows))
+                             mask_rows=None if mask_rows is None else upload(mask_rows))
         assert sent.tobytes() == logits.tobytes()           # not written to
         sampled = self.sampling.results(slots)()
         for row in np.flatnonzero(slots >= 0):
@@ -410,4 +411,6 @@ def test_wrong_arrays_are_refused() -> None:
     with pytest.raises(ValueError, match="positions is int64"):
         device.sample(np.zeros((1, 50), np.float32), ints(0), np.zeros(1, np.int64))
     with pytest.raises(ValueError, match="come together"):
-        device.sample(np.zeros((1, 50), np.float32), ints(0), ints(1), np.zeros((1, 2), np.uint32))
+        sampling.sample(device.launcher, device.sampling._results[:1], device.sampling._logprobs[:1], device.tokens,
+                        logits=np.zeros((1, 50), np.float32), slots=ints(0), positions=ints(1),
+                        allowed=np.zeros((1, 2), np.uint32), **device.sampling._state)
