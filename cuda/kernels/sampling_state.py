@@ -135,7 +135,7 @@ def make_record(slot: int, sampling: SlotSampling, token_ids: Sequence[int], num
 
 def _forbidden(sampling: SlotSampling, vocab_size: int) -> tuple[NDArray[np.uint32], list[tuple[int, ...]]]:
     """Bits of the tokens that are never sampled, none where every one may be; and the bad words of several tokens,
-    less those that can never be complete.
+    less those whose last one is never sampled anyway.
 
     NOTE: so the last token of a word is none of the bits: the kernel may clear it.
     """
@@ -149,7 +149,7 @@ def _forbidden(sampling: SlotSampling, vocab_size: int) -> tuple[NDArray[np.uint
         _check_vocab("bad_words", np.array(word, np.int64), vocab_size)
         if len(word) == 1:
             flags[word[0]] = True
-    words = [word for word in sampling.bad_words if len(word) > 1 and not flags[list(word)].any()]
+    words = [word for word in sampling.bad_words if len(word) > 1 and not flags[word[-1]]]
     num_ids = sum(map(len, words))
     if len(words) > MAX_BAD_WORDS or num_ids > MAX_BAD_WORD_IDS:
         raise ValueError(f"bad_words: {len(words)} with {num_ids} tokens, at most {MAX_BAD_WORDS} with "
