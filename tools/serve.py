@@ -1,4 +1,4 @@
-"""Serve a model over HTTP: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics.
+"""Serve a model over HTTP to clients of OpenAI and Anthropic; GET /openapi.json describes every route.
 
   python -m tools.serve --model smollm2 --port 8000
 
