@@ -111,14 +111,14 @@ def _json_schema(schema: object, field: str, any_whitespace: bool) -> Structured
 
 def _num_keys(schema: object) -> int:
     """In all objects. It bounds how deep definitions can refer to one another, too."""
-    num_keys, todo = 0, [schema]
-    while todo:
-        value = todo.pop()
+    num_keys, pending = 0, [schema]
+    while pending:
+        value = pending.pop()
         if isinstance(value, Mapping):
             num_keys += len(value)
-            todo += value.values()
+            pending += value.values()
         elif isinstance(value, (list, tuple)):
-            todo += value
+            pending += value
     return num_keys
 
 

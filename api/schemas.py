@@ -154,19 +154,19 @@ def _path_of_bad_text(body: bytes) -> str | None:
         values = json.loads(body.decode("utf-8", "surrogateescape"))
     except (ValueError, RecursionError):
         return None
-    todo: list[tuple[tuple[str | int, ...], Any]] = [((), values)]
-    while todo:
-        keys, value = todo.pop()
+    pending: list[tuple[tuple[str | int, ...], Any]] = [((), values)]
+    while pending:
+        keys, value = pending.pop()
         if isinstance(value, str):
             if not _is_text(value):
                 return _path(keys)
         elif isinstance(value, list):
-            todo += [((*keys, number), item) for number, item in enumerate(value)]
+            pending += [((*keys, number), item) for number, item in enumerate(value)]
         elif isinstance(value, dict):
             for key, item in value.items():
                 if not _is_text(key):
                     return _path((*keys, key.encode("utf-8", "replace").decode()))
-                todo.append(((*keys, key), item))
+                pending.append(((*keys, key), item))
     return None
 
 
