@@ -3,6 +3,7 @@ whose results can be read at once."""
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -45,7 +46,7 @@ NO_OUTPUT = StepOutput(_NOTHING, _NOTHING, Sampled(_NOTHING, _NO_LOGPROBS, (), (
                        ())
 
 
-class BaseRunner:
+class BaseRunner(ABC):
     """Owns the model, the KV cache and the slots. Used by one thread."""
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights, ops: Ops, num_blocks: Sequence[int],
@@ -89,9 +90,9 @@ class BaseRunner:
         """Memory and threads go back; nothing may follow but what waits for results."""
         self.ops.close()
 
+    @abstractmethod
     def launch(self, rows: StepRows | None) -> Callable[[], StepOutput]:
         """Runs them. What it returns waits for the results, on any thread, in the order of the launches."""
-        raise NotImplementedError
 
     def move_blocks(self, tier_out: Sequence[Move], copies: Sequence[Move], poisoned: Sequence[tuple[int, int]],
                     tier_in: Sequence[Move]) -> None:
@@ -108,16 +109,17 @@ class BaseRunner:
 
     def keep_index(self, num_blocks: int) -> None:
         """Of one KV group, from now on."""
-        raise NotImplementedError
+        raise ValueError(f"the {self.ops.name} back end keeps no index of blocks")
 
     def change_index(self, changes: Sequence[BlockChange]) -> None:
         """In this order: full blocks can be found, or cannot any more (no key). Noted on the host, which cannot fail;
         the device hears of it before the next look-up."""
-        raise NotImplementedError
+        assert not changes, "no index is kept"
 
     def look_up(self, questions: Sequence[Question]) -> Callable[[], list[int]]:
         """Of each how many leading blocks can be found, as of now. What it returns waits for it, on any thread."""
-        raise NotImplementedError
+        assert not questions, "no index is kept"
+        return list
 
     def _copy_blocks(self, moves: Sequence[Move], sources: Sequence[Array], destinations: Sequence[Array]) -> None:
         if moves:

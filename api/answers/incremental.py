@@ -1,6 +1,7 @@
 """Text read as it comes: parsers written as if all of it were there, that wait where it is not."""
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from typing import Generic, TypeAlias, TypeVar
 
@@ -10,7 +11,7 @@ Piece = TypeVar("Piece")
 Reading: TypeAlias = Generator[None, None, T]   # yields where it needs more text
 
 
-class Incremental(Generic[Piece]):
+class Incremental(ABC, Generic[Piece]):
     """A subclass's `_run` reads from `_text` and appends to `_pieces`; where it needs more it yields.
 
     NOTE: whatever it decides it must decide on text that no more text can change: then the pieces say the same however
@@ -33,8 +34,9 @@ class Incremental(Generic[Piece]):
         self._is_last = True
         return self._read_on()
 
+    @abstractmethod
     def _run(self) -> Reading[None]:
-        raise NotImplementedError
+        """Reads the text to its end."""
 
     def _read_on(self) -> list[Piece]:
         if self._reading is None:

@@ -20,10 +20,12 @@ typedef unsigned long long uint64_t;
     TYPE* NAME = reinterpret_cast<TYPE*>(dynamic_shared)
 #define CALL_SITE
 #define FROM_CALL_SITE
+#define SAME_CALL_SITE
 #else
 #include "cuda_on_host.h"
 #define CALL_SITE , int line = __builtin_LINE()
-#define FROM_CALL_SITE , 32, line
+#define FROM_CALL_SITE , 32, line  // to a shuffle
+#define SAME_CALL_SITE , line  // to another function that has one
 #endif
 
 #define DEV __device__ __forceinline__
@@ -366,41 +368,64 @@ DEV V warp_max(V value CALL_SITE) {
     return value;
 }
 
-// Of all threads of a one-dimensional block of whole warps, by warps' numbers. Every thread calls it; `scratch` is
+// What the warps of a one-dimensional block have found, merged by their numbers. Every thread calls it; `scratch` is
 // shared memory for 32 values and is free again on return.
-template <class V>
-DEV V block_sum(V value, V* scratch CALL_SITE) {
+template <class V, class Merge>
+DEV V merge_warps(V value, V* scratch, Merge merge) {
     const int warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
-#if defined(__CUDA_ARCH__)
-    value = warp_sum(value);
-#else
-    value = warp_sum(value, line);
-#endif
     if (threadIdx.x % 32 == 0) scratch[warp] = value;
     __syncthreads();
-    V total = scratch[0];
-    for (int i = 1; i < num_warps; i++) total += scratch[i];
+    V merged = scratch[0];
+    for (int i = 1; i < num_warps; i++) merged = merge(merged, scratch[i]);
     __syncthreads();
-    return total;
+    return merged;
+}
+
+template <class V>
+DEV V block_sum(V value, V* scratch CALL_SITE) {
+    return merge_warps(warp_sum(value SAME_CALL_SITE), scratch, [](V a, V b) { return a + b; });
 }
 
 template <class V>
 DEV V block_max(V value, V* scratch CALL_SITE) {
-    const int warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
-#if defined(__CUDA_ARCH__)
-    value = warp_max(value);
-#else
-    value = warp_max(value, line);
-#endif
-    if (threadIdx.x % 32 == 0) scratch[warp] = value;
-    __syncthreads();
-    V largest = scratch[0];
-    for (int i = 1; i < num_warps; i++) largest = max(largest, scratch[i]);
-    __syncthreads();
-    return largest;
+    return merge_warps(warp_max(value SAME_CALL_SITE), scratch, [](V a, V b) { return max(a, b); });
 }
 
 // The order in which a matmul adds the sums of the four quarters of K, in every kernel that has one.
 DEV float sum_quarters(float first, float second, float third, float fourth) {
     return ((first + second) + third) + fourth;
 }
+
+// ---- order and chance -----------------------------------------------------------------------------------------------
+
+// Unsigned integers in the order of the numbers; -0 is 0. NOTE: floats are not compared, since the device may take
+// those below the normal ones for 0.
+DEV uint32_t order_key(float value) {
+    uint32_t bits = __float_as_uint(value);
+    if (bits == 0x80000000u) bits = 0;
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+DEV float float_of(uint32_t order_key) {
+    return __uint_as_float(order_key & 0x80000000u ? order_key & 0x7fffffffu : ~order_key);
+}
+
+// Philox4x32-10 of counter (position, SAMPLE, choice, 0) and key `seed`: 53 random bits, as in cuda/philox.py.
+DEV uint64_t random_bits(uint64_t seed, int choice, int position) {
+    uint32_t counter[4] = {(uint32_t)position, 0u, (uint32_t)choice, 0u};
+    uint32_t key[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
+#pragma unroll
+    for (int round = 0; round < 10; round++) {
+        const uint64_t product0 = (uint64_t)counter[0] * 0xD2511F53u, product2 = (uint64_t)counter[2] * 0xCD9E8D57u;
+        counter[0] = (uint32_t)(product2 >> 32) ^ counter[1] ^ key[0];
+        counter[2] = (uint32_t)(product0 >> 32) ^ counter[3] ^ key[1];
+        counter[1] = (uint32_t)product2;
+        counter[3] = (uint32_t)product0;
+        key[0] += 0x9E3779B9u;
+        key[1] += 0xBB67AE85u;
+    }
+    return (uint64_t)counter[0] << 21 | counter[1] >> 11;
+}
+
+// The integer part of a b / 2^53. a < 2^53, b < 2^63
+DEV uint64_t scale_down(uint64_t a, uint64_t b) { return (uint64_t)__umul64hi(a, b) << 11 | a * b >> 53; }

@@ -55,16 +55,6 @@ struct Row {
 
 // ---- logits ---------------------------------------------------------------------------------------------------------
 
-// Unsigned integers in the order of the logits; -0 is 0. NOTE: floats are not compared, since the device may take
-// those below the normal ones for 0.
-DEV uint32_t order_key(float logit) {
-    uint32_t bits = __float_as_uint(logit);
-    if (bits == 0x80000000u) bits = 0;
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-DEV float logit_of(uint32_t key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
-
 DEV bool has_bit(const uint32_t* bits, int id) { return bits != nullptr && (bits[id >> 5] >> (id & 31) & 1); }
 
 __device__ __noinline__ float penalize(float raw, int id, int count, bool is_seen, bool is_biased,
@@ -341,26 +331,6 @@ DEV Threshold select(const Row& row, const Shared& shared, float best, float bin
     return Threshold{prefix, find_token<RAW>(row, shared, value_if_equal, [&](uint64_t) { return found.rest; })};
 }
 
-// Philox4x32-10 of counter (position, SAMPLE, choice, 0) and key `seed`: 53 random bits, as in cuda/philox.py.
-DEV uint64_t random_bits(uint64_t seed, int choice, int position) {
-    uint32_t counter[4] = {(uint32_t)position, 0u, (uint32_t)choice, 0u};
-    uint32_t key[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
-#pragma unroll
-    for (int round = 0; round < 10; round++) {
-        const uint64_t product0 = (uint64_t)counter[0] * 0xD2511F53u, product2 = (uint64_t)counter[2] * 0xCD9E8D57u;
-        counter[0] = (uint32_t)(product2 >> 32) ^ counter[1] ^ key[0];
-        counter[2] = (uint32_t)(product0 >> 32) ^ counter[3] ^ key[1];
-        counter[1] = (uint32_t)product2;
-        counter[3] = (uint32_t)product0;
-        key[0] += 0x9E3779B9u;
-        key[1] += 0xBB67AE85u;
-    }
-    return (uint64_t)counter[0] << 21 | counter[1] >> 11;
-}
-
-// The integer part of a b / 2^53. a < 2^53, b < 2^63
-DEV uint64_t scale_down(uint64_t a, uint64_t b) { return (uint64_t)__umul64hi(a, b) << 11 | a * b >> 53; }
-
 // The log-softmax of the raw logits: of the `num_top` best tokens into the results, and what a logit is above it.
 DEV double report(const Row& row, const Shared& shared, float best, int num_top, int* result, float* logprobs) {
     const Scale scale = {best, 1.44269504f};
@@ -376,7 +346,7 @@ DEV double report(const Row& row, const Shared& shared, float best, int num_top,
         };
         rank<true>(row, shared, is_listed, [&](int place, uint64_t, uint32_t key, int id, uint64_t) {
             result[4 + place] = id;
-            logprobs[1 + place] = (float)((double)logit_of(key) - log_total);
+            logprobs[1 + place] = (float)((double)float_of(key) - log_total);
         });
         num_top = (int)*shared.counter;
     }
@@ -511,8 +481,8 @@ __global__ void __launch_bounds__(512, 1)
     double log_total = 0.0;
     if (status == SAMPLED) {
         if (own->num_top >= 0)
-            log_total = report(row, shared, logit_of(raw_best), own->num_top, result, result_logprobs);
-        token = flags & GREEDY ? (int)(0xffffffffu - (uint32_t)best) : draw(row, shared, logit_of(best_key), position);
+            log_total = report(row, shared, float_of(raw_best), own->num_top, result, result_logprobs);
+        token = flags & GREEDY ? (int)(0xffffffffu - (uint32_t)best) : draw(row, shared, float_of(best_key), position);
     }
     if (threadIdx.x == 0) {
         result[0] = token;
