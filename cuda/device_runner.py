@@ -76,7 +76,7 @@ class DeviceRunner(BaseRunner):
         super().__init__(spec, weights, ops, num_blocks, max_num_seqs, max_num_batched_tokens, max_model_len,
                          num_tier_blocks, kv_dtype)
         self.kernels, self.launcher, self.graphs = ops, ops.launcher, graphs
-        self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
+        self.max_num_seqs = max_num_seqs
         num_groups, width = len(self.groups), self.slots.block_tables[0].shape[1]
         self.tokens = self.launcher.zeros((max_num_seqs, max_model_len + 1), np.int32)
         self.block_tables = self.launcher.zeros((num_groups, max_num_seqs, width), np.int32)
@@ -166,8 +166,8 @@ class DeviceRunner(BaseRunner):
         if self._changes:
             width = self.block_tables.shape[2]
             changes = np.array([(row, column, block_id) for (row, column), block_id in self._changes.items()], np.int32)
-            self._changes.clear()
             update_tables(self.launcher, self.block_tables.reshape(-1, width), self.launcher.upload(changes))
+            self._changes.clear()           # NOTE: not before: no later plan says them again
         self.sampler.flush()
 
     def _work(self, rows: StepRows) -> tuple[list[list[Ints]], list[Ints]]:
@@ -176,13 +176,13 @@ class DeviceRunner(BaseRunner):
         starts = rows.seq_lens - lengths
         tiles = np.zeros(len(lengths), np.bool_) if self.kernels.deterministic \
             else lengths > decode_attention.MAX_ROWS
+        runs = np.stack([first_rows, lengths, starts, rows.slots], axis=1).astype(np.int32)
+        short, long = runs[~tiles], runs[tiles]
         decode, prefill = [], []
         for group in self.groups:
-            runs = [np.stack([first_rows, lengths, starts, rows.slots], axis=1)[which].astype(np.int32)
-                    for which in (~tiles, tiles)]
-            work = decode_attention.plan(runs[0], self.spec.num_heads // group.kv_heads, group.window)
+            work = decode_attention.plan(short, self.spec.num_heads // group.kv_heads, group.window)
             decode.append(decode_attention.cut(work, MAX_ITEMS) if len(work) else [])
-            prefill.append(prefill_attention.plan(runs[1], self.spec.num_heads // group.kv_heads))
+            prefill.append(prefill_attention.plan(long, self.spec.num_heads // group.kv_heads))
         return decode, prefill
 
     def _upload(self, row_slots: Ints, positions: Ints, sample_rows: Ints, sample_slots: Ints, sample_positions: Ints,

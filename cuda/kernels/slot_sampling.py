@@ -75,9 +75,9 @@ class DeviceSampling:
         """Tells the device of the sequences that entered since the last time. Not in a capture."""
         if self._started:
             records = list(self._started.values())
-            self._started.clear()
-            start_slots(self.launcher, **self._state,
-                                records=self.launcher.upload(join_records(records)), num_records=len(records))
+            start_slots(self.launcher, **self._state, records=self.launcher.upload(join_records(records)),
+                        num_records=len(records))
+            self._started.clear()           # NOTE: not before: should memory be short, the next step sends them
 
     def mask_rows(self, slots: Ints) -> Ints | None:
         """For each row its place among those with a constraint, -1 for the others; None where there are none. [R]"""

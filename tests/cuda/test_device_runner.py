@@ -369,6 +369,33 @@ def test_a_step_that_finds_no_memory_is_made_good_by_the_next(monkeypatch: pytes
     assert tokens_of(outputs, 1) == expected[1:8]
 
 
+@pytest.mark.parametrize("num_good", [0, 1])
+def test_what_could_not_be_sent_for_want_of_memory_is_sent_with_the_next_step(
+        num_good: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes of block tables and the parameters of a sequence that has entered: no later plan says them again."""
+    expected = alone("llama", "bf16", 4, 18)
+    running = runner("llama")
+    start(running, 0, prompt(5, 20))
+    step(running, [(0, 0, 20)])
+    start(running, 1, prompt(4, 18), SAMPLED)
+    launcher: Any = running.launcher
+    upload, calls = launcher.upload, 0
+
+    def fail(array: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > num_good:
+            raise MemoryError("no memory")
+        return upload(array)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launcher, "upload", fail)
+        with pytest.raises(MemoryError):
+            step(running, [])               # a step of the other sequence alone
+    outputs = [step(running, [(1, 0, 18)], resting=[0]), *(step(running, [], resting=[0]) for _ in range(11))]
+    assert tokens_of(outputs, 1) == expected
+
+
 def test_memory_is_given_back() -> None:
     launcher = EmulatorLauncher(memory_bytes=1 << 28)
     spec, weights = tiny_model("gemma3")
