@@ -117,3 +117,21 @@ def memory_of(result: Floats) -> Floats:
 def assert_same_bits(result: Floats, expected: Floats) -> None:
     np.testing.assert_array_equal(np.ascontiguousarray(result).view(np.uint32),
                                   np.ascontiguousarray(expected).view(np.uint32))
+
+
+def assert_writes_its_rows_alone(ops: HostOps, head: Linear, num_rows: int) -> None:
+    """Of a product: behind a row lies room for the rest of a pair of strips; all other memory stays as it was."""
+    prepared = prepare(ops, make_spec(head.in_features), head)
+    x = random_floats(4, num_rows, head.in_features)
+    before = x.copy()
+    y = ops.linear(x, prepared.head)
+    memory = memory_of(y)
+    memory[:] = GUARD
+    ops.finish()
+    written = np.zeros(len(memory), np.bool_)
+    for row in range(num_rows):
+        first = row * y.strides[0] // 4
+        written[first:first + head.out_features + 31] = True
+    assert (memory[~written] == GUARD).all()
+    assert (y != GUARD).all()
+    assert_same_bits(x, before)
