@@ -13,6 +13,7 @@ Rules of the contract:
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
@@ -61,6 +62,9 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+
+Forward: TypeAlias = Callable[[Batch, Ints], Array]     # a batch and the rows wanted -> what the ops make of them
 
 
 class Ops(Protocol):
@@ -153,6 +157,13 @@ class Ops(Protocol):
 
     def finish(self) -> None:
         """Run what is still outstanding; afterwards every result of this step may be read."""
+        ...
+
+    def run(self, batch: Batch, rows: Ints, forward: Forward) -> Array:
+        """A whole step: `begin`, `forward(batch, rows)`, `finish`; returns what `forward` does, which may be read.
+
+        `forward` must depend on the numbers in `batch` and `rows` only through the ops that it calls: a back end may
+        run what it recorded of the same `forward` at a step of the same shapes, without another call."""
         ...
 
     def copy_blocks(self, source: Array, destination: Array, pairs: Ints) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuda.memory import available_host_bytes
-from cuda.ops import BLOCK_SIZE, KV_DTYPES, Batch, Ints, KVDtype, KVGroupSpec
+from cuda.ops import BLOCK_SIZE, KV_DTYPES, Batch, Forward, Ints, KVDtype, KVGroupSpec
 from weights.load import LayerWeights, ModelWeights
 from weights.quant import Dense, Linear, Weight, dequantize
 from weights.spec import ModelSpec, RopeSpec
@@ -236,6 +236,12 @@ class ReferenceOps:
 
     def finish(self) -> None:
         """Nothing is ever outstanding here."""
+
+    def run(self, batch: Batch, rows: Ints, forward: Forward) -> Any:
+        self.begin(batch)
+        result = forward(batch, rows)
+        self.finish()
+        return result
 
     def close(self) -> None:
         """Nothing to give back."""

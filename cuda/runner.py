@@ -165,6 +165,7 @@ class Runner(BaseRunner):
                          num_tier_blocks, kv_dtype)
         self.sampler = Sampler(max_num_seqs, spec.vocab_size)
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
+        self._forward = lambda batch, rows: self.model.forward(batch, self.caches, rows)    # one object: see `Ops.run`
 
     def start(self, slot: int, token_ids: Sequence[int], num_prompt_tokens: int, sampling: SlotSampling,
               block_ids: Sequence[Sequence[int]], wants_token: bool, prompt_logprobs: int | None,
@@ -187,10 +188,8 @@ class Runner(BaseRunner):
         batch = self._batch(rows)
 
         begin_s = time.perf_counter()
-        self.ops.begin(batch)
-        hidden = self.model.forward(batch, self.caches, np.concatenate(
-            [rows.sample_rows, rows.prompt_rows, rows.hidden_rows]))
-        self.ops.finish()
+        hidden = self.ops.run(batch, np.concatenate([rows.sample_rows, rows.prompt_rows, rows.hidden_rows]),
+                              self._forward)
         self.forward_s += time.perf_counter() - begin_s
         num_samples, num_prompt = len(rows.sample_rows), len(rows.prompt_rows)
         # NOTE: before logits are computed: they may be where hidden states were.

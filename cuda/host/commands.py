@@ -1,8 +1,8 @@
 """The command list of a step and the threads that run it together.
 
-Ops append commands while the model calls them; `CommandList.run` executes all of them, in order, without the
-interpreter lock. The items of a command are handed out to the threads by an atomic counter, a few at a time, and the
-next command begins when all items of this one are done. Which thread computes an item has no influence on its bits.
+Ops append commands while the model calls them; `Team.run` executes all of them, in order, without the interpreter
+lock. The items of a command are handed out to the threads by an atomic counter, a few at a time, and the next command
+begins when all items of this one are done. Which thread computes an item has no influence on its bits.
 
 NOTE: nobody waits for a thread, only for items: one that the system put to sleep, or that has not woken up yet, delays
 a command only if it holds items of it. A busy machine thus slows a step down by its share, not by a time slice a
@@ -90,44 +90,56 @@ def _work(calls: SimpleQueue[bool], team: int, thread: int) -> None:
 
 
 class CommandList:
-    """Commands of one step, recorded by `add`, executed by `run`. Used by one thread."""
+    """Commands in the order that they run in; a `Team` runs them as often as it is asked to."""
+
+    def __init__(self, capacity: int = 512) -> None:
+        """capacity: of commands, for a start."""
+        self.names: list[str] = []              # of the commands' kernels
+        self._table, self._capacity = allocate(capacity * COMMAND_BYTES), capacity
+        self.address = address_of(self._table)  # of the first command, until the next `add`
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def add(self, kernel: Kernel, items: int, share: int, *arguments: float) -> None:
+        """Items 0 .. items - 1 of `kernel`, handed out `share` at a time."""
+        count = len(self.names)
+        if count == self._capacity:
+            self._grow()
+        offset = count * COMMAND_BYTES
+        _HEADER.pack_into(self._table, offset, kernel.address, items, share)
+        kernel.arguments.pack_into(self._table, offset + _HEADER_BYTES, *arguments)
+        self.names.append(kernel.name)
+
+    def _grow(self) -> None:
+        table, used = allocate(2 * self._capacity * COMMAND_BYTES), self._capacity * COMMAND_BYTES
+        table[:used] = self._table[:used]
+        self._table, self._capacity = table, 2 * self._capacity
+        self.address = address_of(table)
+
+    def clear(self) -> None:
+        """Forgets what was recorded."""
+        self.names.clear()
+
+
+class Team:
+    """Threads that run a command list together with the caller, which is one thread at a time."""
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
         self.trace: list[tuple[str, float]] | None = None       # set to a list: (kernel, seconds) of every command
-        self._names: list[str] = []                             # of the commands, while it is
         self._scratch, self._scratch_bytes = allocate(0), 0
-        self._table, self._count = allocate(0), 0
-        self._reserve(1024)
+        self._want_counters(1024)
         memory = allocate(8 * 16)
-        self._team = np.frombuffer(memory, np.int64)
-        self._team[_DOOR] = _CLOSED
-        self._team_address = address_of(memory)
+        self._state = np.frombuffer(memory, np.int64)
+        self._state[_DOOR] = _CLOSED
+        self._address = address_of(memory)
         self._calls: list[SimpleQueue[bool]] = [SimpleQueue() for _ in range(1, num_threads)]
-        threads = [threading.Thread(target=_work, args=(calls, self._team_address, i), name=f"host-{i}", daemon=True)
+        threads = [threading.Thread(target=_work, args=(calls, self._address, i), name=f"host-{i}", daemon=True)
                    for i, calls in enumerate(self._calls, 1)]
         for thread in threads:
             thread.start()
         self.close = weakref.finalize(self, _dismiss, self._calls, threads, memory)     # ends the threads
-
-    def _reserve(self, capacity: int) -> None:
-        """Room for `capacity` commands; those recorded stay."""
-        table, used = allocate(capacity * COMMAND_BYTES), self._count * COMMAND_BYTES
-        table[:used] = self._table[:used]
-        self._table, self._capacity = table, capacity
-        self._counters = np.frombuffer(allocate(capacity * 8 * _COUNTER_WORDS), np.int64).reshape(capacity, -1)
-        self._addresses = address_of(self._table), address_of(self._counters)
-
-    def add(self, kernel: Kernel, items: int, share: int, *arguments: float) -> None:
-        """Items 0 .. items - 1 of `kernel`, handed out `share` at a time."""
-        if self._count == self._capacity:
-            self._reserve(2 * self._capacity)
-        offset = self._count * COMMAND_BYTES
-        _HEADER.pack_into(self._table, offset, kernel.address, items, share)
-        kernel.arguments.pack_into(self._table, offset + _HEADER_BYTES, *arguments)
-        self._count += 1
-        if self.trace is not None:
-            self._names.append(kernel.name)
 
     def want_scratch(self, num_bytes: int) -> None:
         """Each thread has at least `num_bytes` of its own at the next run."""
@@ -135,38 +147,32 @@ class CommandList:
             self._scratch_bytes = -(-num_bytes // 4096) * 4096
             self._scratch = allocate(self._scratch_bytes * self.num_threads)
 
-    @property
-    def outstanding(self) -> int:
-        """Commands recorded and not yet executed."""
-        return self._count
+    def _want_counters(self, num_commands: int) -> None:
+        self._counters = np.frombuffer(allocate(num_commands * 8 * _COUNTER_WORDS), np.int64).reshape(num_commands, -1)
 
-    def clear(self) -> None:
-        """Forgets what was recorded."""
-        self._count = 0
-        self._names.clear()
-
-    def run(self) -> None:
-        """Executes what was recorded and forgets it."""
-        if not self._count:
+    def run(self, commands: CommandList) -> None:
+        """Executes all of them; they stay recorded."""
+        count = len(commands)
+        if not count:
             return
-        commands, counters = self._addresses
-        self._counters[:self._count] = 0
-        self._team[_COMMANDS:_BEGIN + 1] = (commands, self._count, counters, address_of(self._scratch),
-                                            self._scratch_bytes, 0)
+        if count > len(self._counters):
+            self._want_counters(2 * count)
+        self._counters[:count] = 0
+        self._state[_COMMANDS:_BEGIN + 1] = (commands.address, count, address_of(self._counters),
+                                             address_of(self._scratch), self._scratch_bytes, 0)
         for calls in self._calls:
             calls.put(True)
         begin_s = time.perf_counter()
-        _lead(self._team_address)
+        _lead(self._address)
         if self.trace is not None:
-            self.trace += self._times(time.perf_counter() - begin_s)
-        self.clear()
+            self.trace += self._times(commands.names, time.perf_counter() - begin_s)
 
-    def _times(self, elapsed_s: float) -> list[tuple[str, float]]:
+    def _times(self, names: list[str], elapsed_s: float) -> list[tuple[str, float]]:
         """Of the commands just run, by the first thread's clock of cycles, which took `elapsed_s` for all of them."""
-        ends = self._counters[:self._count, 9]
-        ticks = np.diff(ends, prepend=self._team[_BEGIN])
+        ends = self._counters[:len(names), 9]
+        ticks = np.diff(ends, prepend=self._state[_BEGIN])
         seconds = ticks * (elapsed_s / max(int(ticks.sum()), 1))
-        return list(zip(self._names, seconds.tolist(), strict=True))
+        return list(zip(names, seconds.tolist(), strict=True))
 
 
 def _dismiss(calls: list[SimpleQueue[bool]], threads: list[threading.Thread], _memory: mmap.mmap) -> None:

@@ -16,14 +16,13 @@ from cuda.host.attention import (
     ATTEND,
     MERGE_SPLITS,
     NO_WINDOW,
-    RUN_BYTES,
     SPLIT_KEYS,
     attention_scratch_bytes,
     positions_per_run,
     score_stride,
     split_bytes,
 )
-from cuda.host.commands import CommandList
+from cuda.host.commands import CommandList, Team
 from cuda.host.compilation import Kernel
 from cuda.host.cores import num_physical_cores
 from cuda.host.kv_cache import (
@@ -36,12 +35,13 @@ from cuda.host.kv_cache import (
 )
 from cuda.host.matmul import LINEAR, LINEAR_INT16, linear_scratch_bytes
 from cuda.host.pack import Arena, PackedLinear, pack_linear, pack_weight, quantized_block_bytes
+from cuda.host.recording import Recording, Runs, make_runs
 from cuda.host.register_tile import MAX_ROWS
 from cuda.host.simd import LANES
 from cuda.host.simd_int16 import HAS_PAIRS
-from cuda.host.workspace import Buffer, address_of, allocate, new_buffer
+from cuda.host.workspace import Buffer, Workspace, address_of, allocate, new_buffer
 from cuda.memory import available_host_bytes
-from cuda.ops import BLOCK_SIZE, Batch, HostMath, Ints, KVDtype, KVGroupSpec
+from cuda.ops import BLOCK_SIZE, Batch, Forward, HostMath, Ints, KVDtype, KVGroupSpec
 from weights.load import LayerWeights, ModelWeights
 from weights.quant import Linear
 from weights.spec import ModelSpec, RopeSpec
@@ -53,6 +53,7 @@ Floats = NDArray[np.float32]
 ROPE_ROWS = 4096                                # of a table made at a time: the angles are float64
 STRIP_ROWS = 64                                 # rows times strips in one piece of work, where it may be divided
 ITEMS_A_THREAD = 4                              # of attention; with fewer, splits are items
+MAX_RECORDINGS = 64                             # each of about 100 KB; decoding needs one a number of sequences
 _ACTIVATIONS = {"silu": elementwise.SILU, "gelu_tanh": elementwise.GELU_TANH}
 
 
@@ -62,13 +63,6 @@ class _RopeTable:
     address: int
     half: int                                   # angles a position
     padded: int                                 # the same in whole vectors
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Runs:
-    memory: Any
-    address: int
-    count: int
 
 
 class HostOps:
@@ -90,17 +84,20 @@ class HostOps:
         self.num_threads = num_physical_cores() if num_threads is None else num_threads
         if self.num_threads < 1:
             raise ValueError(f"num_threads must be at least 1, not {num_threads}")
-        self._commands = CommandList(self.num_threads)
-        self._buffers: dict[int, list[Buffer]] = {}             # by columns
+        self._team = Team(self.num_threads)
+        self._commands = CommandList()                          # outstanding
+        self._workspace = Workspace()
         self._logits: Buffer | None = None
-        # Where arrays are: (address, bytes between rows) by `id`, of weights and of the workspace's views, which live
-        # as long as their entries, and of other arrays of this step, kept alive with theirs.
-        self._places: dict[int, tuple[int, int]] = {}
+        # Where arrays are, (address, bytes between rows) by `id`: weights, and what else this step was given, which is
+        # kept alive with it.
+        self._weight_places: dict[int, tuple[int, int]] = {}
         self._step_places: dict[int | tuple[int, int], tuple[int, int, Any]] = {}
         self._weights: list[Floats] = []
         self._rope_tables: dict[int, tuple[RopeSpec, _RopeTable]] = {}      # by id of the spec
-        self._runs: _Runs | None = None                         # of this step, for attention
-        self._max_keys = 0
+        self._recordings: dict[Any, Recording] = {}             # by shapes; the one used last is the last
+        self._recording: Recording | None = None                # while the commands go there
+        self._runs: Runs | None = None                          # of this step, for attention
+        self._num_keys = 0                                      # of its longest sequence
 
     # ---- Start
 
@@ -145,7 +142,7 @@ class HostOps:
                                 linear(weights.head))
         self._compile(_kernels(spec, prepared, self.math))
         widest = max(spec.hidden_size, spec.ffn_size, spec.num_heads * spec.head_dim)
-        self._commands.want_scratch(max(linear_scratch_bytes(widest), store_kv_scratch_bytes(spec.head_dim)))
+        self._team.want_scratch(max(linear_scratch_bytes(widest), store_kv_scratch_bytes(spec.head_dim)))
         return prepared
 
     def _compile(self, kernels: Sequence[Kernel]) -> None:
@@ -160,7 +157,7 @@ class HostOps:
         """A copy that stays, its place known."""
         copy = np.array(weight, np.float32, order="C")
         self._weights.append(copy)
-        self._places[id(copy)] = address_of(copy), 0
+        self._weight_places[id(copy)] = address_of(copy), 0
         return copy
 
     def _rope_table(self, rope: RopeSpec) -> _RopeTable:
@@ -192,31 +189,32 @@ class HostOps:
         assert group.k_dim == group.v_dim == self.spec.head_dim, "k and v are rows of one projection here"
         cache = allocate_kv_cache(group, num_blocks, dtype)
         self._compile([STORE_KV, ATTEND[cache.kind], MERGE_SPLITS])
-        self._commands.want_scratch(attention_scratch_bytes(self.spec.head_dim))
+        self._team.want_scratch(attention_scratch_bytes(self.spec.head_dim))
         return cache
 
     def allocate_tier(self, group: KVGroupSpec, num_blocks: int, dtype: KVDtype) -> HostKVCache:
         return allocate_kv_cache(group, num_blocks, dtype)
 
     def close(self) -> None:
-        self._commands.close()
+        self._team.close()
 
     @property
     def trace(self) -> list[tuple[str, float]] | None:
         """Set to a list: seconds of every kernel that runs from now on go there; None: off."""
-        return self._commands.trace
+        return self._team.trace
 
     @trace.setter
     def trace(self, times: list[tuple[str, float]] | None) -> None:
-        self._commands.trace = times
+        self._team.trace = times
 
     # ---- Where things are
 
     def _place(self, x: Floats) -> tuple[int, int]:
         """Address and bytes between rows."""
-        known = self._places.get(id(x))
+        known = self._workspace.places.get(id(x)) or self._weight_places.get(id(x))
         if known is not None:
             return known
+        assert self._recording is None, "a recorded step works on weights and on what ops returned"
         other = self._step_places.get(id(x))
         if other is None:
             assert not x.size or (x.dtype.str, x.strides[-1]) == ("<f4", 4), "rows of float32"
@@ -231,30 +229,20 @@ class HostOps:
             # NOTE: native code reads and writes at these numbers without looking.
             assert not numbers.size or 0 <= numbers.min() <= numbers.max() < limit, f"{what} outside 0..{limit - 1}"
             array = np.ascontiguousarray(numbers, np.int32)
+            if self._recording is not None:
+                assert self._recording.holds(array), f"{what}: not an array of the batch"
+                self._recording.check(numbers, limit, what)
             address = array.__array_interface__["data"][0]
             known = self._step_places[key] = address, array.strides[0], (numbers, array)
         return known[0], known[1]
 
     def _new(self, rows: int, columns: int) -> tuple[Floats, int, int]:
         """An array of the workspace [rows, columns] and its place."""
-        buffers = self._buffers.setdefault(columns, [])
-        for buffer in buffers:
-            if not buffer.in_use():
-                if buffer.view.shape[0] == rows:
-                    return buffer.view, buffer.address, buffer.stride
-                del self._places[id(buffer.view)]
-                if rows * buffer.stride <= len(buffer.memory):
-                    buffer.resize(rows, columns)
-                else:
-                    buffers.remove(buffer)
-                    buffer = new_buffer(rows, columns)
-                    buffers.append(buffer)
-                break
-        else:
-            buffer = new_buffer(rows, columns)
-            buffers.append(buffer)
-        self._places[id(buffer.view)] = buffer.address, buffer.stride
+        buffer = self._workspace.new(rows, columns)
         return buffer.view, buffer.address, buffer.stride
+
+    def _positions_per_run(self) -> int:
+        return positions_per_run(self.spec.num_heads // self.spec.num_kv_heads)
 
     def _share(self, items: int) -> int:
         """Items of a row each that a thread takes at a time."""
@@ -267,9 +255,45 @@ class HostOps:
         self._step_places.clear()
         self._commands.clear()
         self._runs = None
+        if self._workspace.replaced:            # commands have addresses of what goes now
+            self._recordings.clear()
+            self._workspace.replaced.clear()
 
     def finish(self) -> None:
-        self._commands.run()
+        self._team.run(self._commands)
+        self._commands.clear()
+
+    def run(self, batch: Batch, rows: Ints, forward: Forward) -> Floats:
+        self.begin(batch)
+        runs = make_runs(batch, self._positions_per_run())
+        num_blocks = min(table.shape[1] for table in batch.block_tables)
+        self._num_keys = int(batch.positions.max(initial=-1)) + 1
+        assert self._num_keys <= num_blocks * BLOCK_SIZE, f"{self._num_keys} keys in {num_blocks} blocks"
+        num_splits = -(-self._num_keys // SPLIT_KEYS)
+        key = forward, batch.num_tokens, len(batch.seq_lens), len(rows), len(runs), num_splits
+        recording = self._recordings.pop(key, None)
+        if recording is None:
+            recording = self._record(Recording(batch, rows, runs, num_splits * SPLIT_KEYS // BLOCK_SIZE), forward)
+        else:
+            recording.fill(batch, rows, runs)
+        self._team.run(recording.commands)
+        if not self._workspace.replaced:
+            self._recordings[key] = recording   # the one used last is the last
+            if len(self._recordings) > MAX_RECORDINGS:
+                del self._recordings[next(iter(self._recordings))]
+        buffer, (num_rows, columns) = recording.output
+        return self._workspace.reshape(buffer, num_rows, columns).view
+
+    def _record(self, recording: Recording, forward: Forward) -> Recording:
+        step, self._commands = self._commands, recording.commands
+        self._batch, self._runs, self._recording = recording.batch, recording.runs, recording
+        try:
+            hidden = forward(recording.batch, recording.rows)
+        finally:
+            self._commands, self._recording = step, None
+            self._step_places.clear()
+        recording.output = self._workspace.buffer_of(hidden), hidden.shape
+        return recording
 
     def embed(self, token_ids: Ints, table: Any, scale: float) -> Floats:
         num_tokens, columns = len(token_ids), table.shape[1]
@@ -344,18 +368,18 @@ class HostOps:
                window: int | None, softcap: float | None) -> Floats:
         spec, batch = self.spec, self._batch
         group_size = spec.num_heads // spec.num_kv_heads
+        max_keys = block_table.shape[1] * BLOCK_SIZE
         if self._runs is None:
-            self._runs = _runs(batch, positions_per_run(group_size))
-            self._max_keys = int(batch.positions.max(initial=-1)) + 1
-        assert self._max_keys <= block_table.shape[1] * BLOCK_SIZE, (
-            f"{self._max_keys} keys in {block_table.shape[1]} blocks")
+            self._runs = make_runs(batch, self._positions_per_run())
+            self._num_keys = int(batch.positions.max(initial=-1)) + 1
+        assert self._num_keys <= max_keys, f"{self._num_keys} keys in {block_table.shape[1]} blocks"
         window = window or NO_WINDOW
         tables, table_stride = self._ints(block_table, cache.num_blocks, "block ids")
         address, stride = self._place(qkv)
         y, y_address, y_stride = self._new(len(qkv), spec.num_heads * spec.head_dim)
-        runs, items = self._runs, self._runs.count * spec.num_kv_heads * -(-group_size // MAX_ROWS)
+        runs, items = self._runs, len(self._runs) * spec.num_kv_heads * -(-group_size // MAX_ROWS)
         # Of the window's keys and the run's own positions, wherever the splits lie.
-        max_splits = min(-(-self._max_keys // SPLIT_KEYS), (window + positions_per_run(group_size)) // SPLIT_KEYS + 2)
+        max_splits = min(-(-max_keys // SPLIT_KEYS), (window + positions_per_run(group_size)) // SPLIT_KEYS + 2)
         if items >= ITEMS_A_THREAD * self.num_threads or self.num_threads == 1:
             max_splits = 1                  # there is enough to do: an item folds its own splits
         partials = 0
@@ -405,14 +429,14 @@ class HostOps:
 
     def copy_blocks(self, source: HostKVCache, destination: HostKVCache, pairs: Ints) -> None:
         # At once, and in order: a destination may be a later pair's source.
-        assert not self._commands.outstanding, "blocks are copied before a step's operations"
+        assert not self._commands, "blocks are copied before a step's operations"
         assert source.kind == destination.kind, "bytes are copied, not numbers"
         for old, new in pairs:
             destination.keys[:, new] = source.keys[:, old]
             destination.values[:, new] = source.values[:, old]
 
     def poison_blocks(self, cache: HostKVCache, block_ids: Ints) -> None:
-        assert not self._commands.outstanding, "blocks are poisoned before a step's operations"
+        assert not self._commands, "blocks are poisoned before a step's operations"
         cache.keys[:, block_ids] = POISON
         cache.values[:, block_ids] = POISON
 
@@ -444,16 +468,3 @@ def _strips_at_a_time(num_strips: int, rows: int, num_threads: int) -> int:
         if -(-num_strips // (share * num_threads)) * share <= each + each // 32:
             return share
     return 1
-
-
-def _runs(batch: Batch, num_positions: int) -> _Runs:
-    """Each sequence's rows in runs of `num_positions` at most: first row, rows, position of the first, sequence."""
-    starts = batch.query_start_loc
-    num_runs = -(-np.diff(starts) // num_positions)                                             # [S]
-    sequence = np.repeat(np.arange(len(num_runs), dtype=np.int32), num_runs)
-    nth = np.arange(len(sequence), dtype=np.int32) - np.repeat(np.cumsum(num_runs) - num_runs, num_runs)
-    first = starts[sequence] + nth * num_positions
-    rows = np.minimum(num_positions, starts[sequence + 1] - first)
-    runs = np.stack([first, rows, batch.positions[first], sequence], axis=1).astype(np.int32)   # [runs, 4]
-    assert runs.strides == (RUN_BYTES, 4), "the layout that attention reads"
-    return _Runs(runs, address_of(runs), len(runs))

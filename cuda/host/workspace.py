@@ -67,3 +67,40 @@ def _references() -> int:
 
 
 _UNUSED = _references()
+
+
+class Workspace:
+    """The arrays that ops return, and where they are."""
+
+    def __init__(self) -> None:
+        self.places: dict[int, tuple[int, int]] = {}            # by `id` of a view: address, bytes between rows
+        self.replaced: list[Buffer] = []                        # by larger ones; recorded commands may still use them
+        self._buffers: dict[int, list[Buffer]] = {}             # by columns
+
+    def new(self, rows: int, columns: int) -> Buffer:
+        """One that nobody uses, its view [rows, columns]."""
+        buffers = self._buffers.setdefault(columns, [])
+        for index, buffer in enumerate(buffers):
+            if not buffer.in_use():
+                if rows * buffer.stride <= len(buffer.memory):
+                    return self.reshape(buffer, rows, columns)
+                del self.places[id(buffer.view)]
+                self.replaced.append(buffer)
+                del buffers[index]
+                break
+        buffer = new_buffer(rows, columns)
+        buffers.append(buffer)
+        self.places[id(buffer.view)] = buffer.address, buffer.stride
+        return buffer
+
+    def reshape(self, buffer: Buffer, rows: int, columns: int) -> Buffer:
+        """The same buffer, its view [rows, columns]."""
+        if buffer.view.shape != (rows, columns):
+            del self.places[id(buffer.view)]
+            buffer.resize(rows, columns)
+            self.places[id(buffer.view)] = buffer.address, buffer.stride
+        return buffer
+
+    def buffer_of(self, view: Floats) -> Buffer:
+        """Whose view this is."""
+        return next(buffer for buffers in self._buffers.values() for buffer in buffers if buffer.view is view)

@@ -24,7 +24,7 @@ from cuda.kernels.take_rows import take_rows
 from cuda.kernels.types import BF16
 from cuda.launcher import DeviceArray, Launcher
 from cuda.memory import available_host_bytes
-from cuda.ops import BLOCK_SIZE, Ints, KVDtype, KVGroupSpec
+from cuda.ops import BLOCK_SIZE, Forward, Ints, KVDtype, KVGroupSpec
 from weights.load import LayerWeights, ModelWeights
 from weights.spec import ModelSpec, RopeSpec
 
@@ -247,6 +247,12 @@ class KernelOps:
 
     def finish(self) -> None:
         """Nothing is ever held back here; `Launcher.download` waits."""
+
+    def run(self, batch: Any, rows: Any, forward: Forward) -> Any:
+        self.begin(batch)
+        result = forward(batch, rows)
+        self.finish()
+        return result
 
     def close(self) -> None:
         self._workspace, self._rope_tables = {}, {}

@@ -117,6 +117,12 @@ class PagedModel:
         prepared = self.ops.prepare(spec, weights, max_tokens, max_position)
         self.model = Transformer(spec, prepared, self.ops, self.groups)
         self.caches = [self.ops.allocate_kv(group, NUM_BLOCKS, kv_dtype) for group in self.groups]
+        self.num_forwards = 0                               # more steps than these: the rest were recorded ones
+        self.forward = self._forward                        # one object: see `Ops.run`
+
+    def _forward(self, batch: Batch, rows: Ids) -> Any:
+        self.num_forwards += 1
+        return self.model.forward(batch, self.caches, rows)
 
     def close(self) -> None:
         self.ops.close()
@@ -124,9 +130,7 @@ class PagedModel:
     def run(self, *pieces: Piece) -> list[Logits]:
         """One step. -> logits [end - start, V] of each piece"""
         batch = make_batch(pieces, self.groups)
-        self.ops.begin(batch)
-        hidden = self.model.forward(batch, self.caches, np.arange(batch.num_tokens, dtype=np.int32))
-        self.ops.finish()
+        hidden = self.ops.run(batch, np.arange(batch.num_tokens, dtype=np.int32), self.forward)
         logits = []
         for start in range(0, batch.num_tokens, 32):        # what `logits` returns lives until its next call
             part = self.model.logits(hidden[start:start + 32])

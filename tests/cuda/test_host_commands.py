@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from cuda.host import compilation, cores
-from cuda.host.commands import CommandList
+from cuda.host.commands import CommandList, Team
 from cuda.host.compilation import Kernel
 from cuda.host.ops import HostOps
 from cuda.host.workspace import address_of, allocate, new_buffer, row_bytes
@@ -31,101 +31,100 @@ def num_workers() -> int:
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_every_item_of_every_command_once(num_threads: int) -> None:
-    commands = CommandList(num_threads)
+    commands, team = CommandList(), Team(num_threads)
     counts = np.zeros((3000, 40), np.int64)                 # more commands than the list has room for at first
+    for command in range(len(counts)):
+        items, share = command % 41, 1 + command % 7
+        commands.add(COUNT, items, share, address_of(counts[command]), 1)
+    assert len(commands) == len(counts)
     for repeat in range(3):
-        for command in range(len(counts)):
-            items, share = command % 41, 1 + command % 7
-            commands.add(COUNT, items, share, address_of(counts[command]), 1)
-        assert commands.outstanding == len(counts)
-        commands.run()
-        assert commands.outstanding == 0
+        team.run(commands)
         expected = (np.arange(40) < (np.arange(len(counts)) % 41)[:, None]) * (repeat + 1)
         np.testing.assert_array_equal(counts, expected)
-    commands.close()
+    team.close()
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_times_of_commands_on_request(num_threads: int) -> None:
-    commands = CommandList(num_threads)
+    commands, team = CommandList(), Team(num_threads)
     counts = np.zeros(40, np.int64)
-    commands.trace = []
+    team.trace = []
+    for items in (40, 0, 7):
+        commands.add(COUNT, items, 1, address_of(counts), 1)
     for _ in range(2):
-        for items in (40, 0, 7):
-            commands.add(COUNT, items, 1, address_of(counts), 1)
-        commands.run()
-    assert [name for name, _ in commands.trace] == [COUNT.name] * 6
-    assert all(seconds >= 0 for _, seconds in commands.trace)
-    assert 0 < sum(seconds for _, seconds in commands.trace) < 10
-    commands.trace = None
-    commands.add(COUNT, 40, 1, address_of(counts), 1)
-    commands.run()
-    assert counts.tolist() == [5] * 7 + [3] * 33
-    commands.close()
+        team.run(commands)
+    assert [name for name, _ in team.trace] == [COUNT.name] * 6
+    assert all(seconds >= 0 for _, seconds in team.trace)
+    assert 0 < sum(seconds for _, seconds in team.trace) < 10
+    team.trace = None
+    team.run(commands)
+    assert counts.tolist() == [6] * 7 + [3] * 33
+    team.close()
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 6])
 def test_a_command_sees_all_of_the_one_before(num_threads: int) -> None:
-    commands = CommandList(num_threads)
+    team = Team(num_threads)
     columns = 13
     for _ in range(20):
+        commands = CommandList()
         rows = np.zeros((16, columns), np.int64)
         for before, row in zip(rows, rows[1:], strict=False):
             commands.add(CHAIN, columns, 1, address_of(before), address_of(row), columns)
-        commands.run()
+        team.run(commands)
         expected = [0]
         for _ in rows[1:]:
             expected.append(expected[-1] * columns + 1)
         np.testing.assert_array_equal(rows, np.repeat(np.array(expected, np.int64)[:, None], columns, axis=1))
-    commands.close()
+    team.close()
 
 
 def test_scratch_is_a_thread_s_own_and_grows() -> None:
-    commands = CommandList(4)
+    commands, team = CommandList(), Team(4)
     errors = np.zeros(1, np.int64)
+    commands.add(USE_SCRATCH, 500, 1, address_of(errors))
     for num_bytes in (8, 5000, 100):
-        commands.want_scratch(num_bytes)
-        commands.add(USE_SCRATCH, 500, 1, address_of(errors))
-        commands.run()
+        team.want_scratch(num_bytes)
+        team.run(commands)
     assert errors[0] == 0
-    commands.close()
+    team.close()
 
 
 def test_forgotten_commands_do_not_run() -> None:
-    commands = CommandList(2)
+    commands, team = CommandList(), Team(2)
     counts = np.zeros(4, np.int64)
     commands.add(COUNT, 4, 1, address_of(counts), 1)
     commands.clear()
-    commands.run()
+    team.run(commands)
     assert not counts.any()
     commands.add(COUNT, 2, 1, address_of(counts), 5)
-    commands.run()
+    team.run(commands)
     assert counts.tolist() == [5, 5, 0, 0]
-    commands.close()
+    team.close()
 
 
 def test_nobody_waits_for_a_thread_that_does_not_come() -> None:
     """As in a forked process, or on a machine that gives the workers no time."""
     before = num_workers()
-    commands = CommandList(3)
+    commands, team = CommandList(), Team(3)
     assert num_workers() == before + 2
-    commands.close()
+    team.close()
     assert num_workers() == before
     counts = np.zeros(100, np.int64)
     commands.add(COUNT, 100, 3, address_of(counts), 1)
-    commands.run()
+    team.run(commands)
     assert (counts == 1).all()
 
 
 def test_lists_of_several_threads_work_side_by_side() -> None:
     def work(results: list[bool]) -> None:
-        commands = CommandList(2)
+        commands, team = CommandList(), Team(2)
         counts = np.zeros((50, 20), np.int64)
+        for row in counts:
+            commands.add(COUNT, 20, 1, address_of(row), 1)
         for _ in range(10):
-            for row in counts:
-                commands.add(COUNT, 20, 1, address_of(row), 1)
-            commands.run()
-        commands.close()
+            team.run(commands)
+        team.close()
         results.append(bool((counts == 10).all()))
 
     results: list[bool] = []
@@ -232,17 +231,18 @@ def test_machine_code_is_kept_per_version_of_the_sources(tmp_path: Path, monkeyp
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compilation, "_cache_folder", compilation._cache_folder.__wrapped__)
     counts = np.zeros(2, np.int64)
-    commands = CommandList(1)
+    commands, team = CommandList(), Team(1)
     for expected_hits in (0, 1):
         kernel = Kernel(count_items, "qq")
+        commands.clear()
         commands.add(kernel, 2, 1, address_of(counts), 1)
-        commands.run()
+        team.run(commands)
         assert kernel.compiled.cache_hits == expected_hits
     assert counts.tolist() == [2, 2]
     [folder] = tmp_path.iterdir()
     assert folder.name.startswith("kernels-")
     assert str(tmp_path) == numba.config.CACHE_DIR
-    commands.close()
+    team.close()
 
 
 def test_without_a_writable_folder_code_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -253,10 +253,10 @@ def test_without_a_writable_folder_code_is_compiled_anew(tmp_path: Path, monkeyp
     with caplog.at_level(logging.WARNING, "troupe.host"):
         kernel = Kernel(count_items, "qq")
         counts = np.zeros(2, np.int64)
-        commands = CommandList(1)
+        commands, team = CommandList(), Team(1)
         commands.add(kernel, 2, 1, address_of(counts), 1)
-        commands.run()
-        commands.close()
+        team.run(commands)
+        team.close()
     assert counts.tolist() == [1, 1]
     assert "set NUMBA_CACHE_DIR to a writable folder" in caplog.text
 

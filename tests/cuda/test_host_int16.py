@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from actors.system import EngineConfig, choose_host_math, make_ops
 from cuda.host import simd_int16
-from cuda.host.commands import CommandList
+from cuda.host.commands import CommandList, Team
 from cuda.host.elementwise import QUANTIZE
 from cuda.host.matmul import LINEAR, LINEAR_INT16
 from cuda.host.ops import HostOps
@@ -42,10 +42,10 @@ def quantize(x: Floats, block: int) -> tuple[Floats, Floats, NDArray[np.int16]]:
     rows, columns = x.shape
     block_bytes = quantized_block_bytes(block)
     target = np.zeros((rows, columns // block, block_bytes), np.uint8)
-    commands = CommandList(2)
+    commands, team = CommandList(), Team(2)
     commands.add(QUANTIZE, rows, 1, address_of(x), 4 * columns, address_of(target), target.strides[0], columns, block)
-    commands.run()
-    commands.close()
+    team.run(commands)
+    team.close()
     heads, codes = target[:, :, :8].copy().view(np.float32), target[:, :, 8:].copy().view(np.int16)
     ordered = np.empty_like(codes).reshape(-1, 8)
     ordered[:, ORDER] = codes.reshape(-1, 8)
