@@ -19,10 +19,15 @@ MAX_UNREAD_TOKENS = 65_536
 class OutputStream:
     """One request's slot. Used in the loop that made it."""
 
-    def __init__(self, request_id: str, abort: Callable[[str], None]) -> None:
+    def __init__(self, request_id: str, abort: Callable[[str], None],
+                 on_delta: Callable[[TextDelta], bool] | None = None) -> None:
+        """on_delta: is offered what comes while `next` waits, except a last delta; what it returns True for is done
+        with. It must not raise."""
         self.request_id = request_id
         self.loop = asyncio.get_running_loop()
         self._abort = abort
+        self._on_delta = on_delta
+        self._is_awaited = False
         self._unread: list[TextDelta] = []
         self._num_unread_tokens = 0
         self._error: BaseException | None = None
@@ -34,7 +39,11 @@ class OutputStream:
 
         Raises: the engine's death.
         """
-        await self._arrived.wait()
+        self._is_awaited = True
+        try:
+            await self._arrived.wait()
+        finally:
+            self._is_awaited = False
         if not self._unread and self._error is not None:
             raise self._error
         merged, self._unread, self._num_unread_tokens = merge(self._unread), [], 0
@@ -44,6 +53,9 @@ class OutputStream:
 
     def put(self, delta: TextDelta) -> None:
         if self._overflowed:
+            return
+        if (self._on_delta is not None and self._is_awaited and not self._arrived.is_set() and delta.finish is None
+                and self._on_delta(delta)):
             return
         self._num_unread_tokens += len(delta.token_ids)
         if self._num_unread_tokens > MAX_UNREAD_TOKENS and delta.finish is None:

@@ -163,7 +163,8 @@ class Engine:
                        add_generation_prompt: bool = True, continue_final_message: bool = False,
                        chat_template_kwargs: Mapping[str, Any] | None = None,
                        tools: Sequence[dict[str, Any]] = (), priority: int = 0, user: str = "", cache_salt: str = "",
-                       tenant: str = "", parent_id: str = "", num_children: int = 1) -> AsyncIterator[TextDelta]:
+                       tenant: str = "", parent_id: str = "", num_children: int = 1,
+                       on_delta: Callable[[TextDelta], bool] | None = None) -> AsyncIterator[TextDelta]:
         """Stream one completion. Leaving the iterator (break, cancel, aclose) aborts the request.
 
         The first delta comes when the request is admitted, before it runs: it has the prompt's ids and no tokens.
@@ -176,6 +177,8 @@ class Engine:
         cache_salt: requests of different salts find nothing of one another in the cache.
         parent_id, num_children: an id that was never used before, and how many calls have it: they are let into the
         queue together or not at all. If one of them raises, the others must be left.
+        on_delta: is called in this loop with a delta that comes while the iterator is waited for, and must not raise;
+        where it returns True the iterator does not yield that one, and nobody is woken up. Last deltas are yielded.
         Raises: ParameterError before the first delta where the request cannot be served, EngineBusy where the queue is
         full; RequestFailed; EngineDead.
         """
@@ -190,7 +193,7 @@ class Engine:
         if priority and policy != "priority":
             raise ParameterError("priority", f"is for scheduling_policy priority, here it is {policy}")
         request_id = f"r{next(self._next_id)}"
-        stream = OutputStream(request_id, self._system.abort)
+        stream = OutputStream(request_id, self._system.abort, on_delta)
         encodable = _prompt(prompt, add_generation_prompt, continue_final_message, chat_template_kwargs, tools)
         request = Generate(request_id, encodable, sampling or self.default_sampling(), choice,
                            time.monotonic(), priority, user, cache_salt, tenant, parent_id, num_children)

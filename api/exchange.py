@@ -20,6 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 from actors.messages import TextDelta
 from actors.output import merge
 from actors.sampling_params import ParameterError, SamplingParams
+from api.connections import Connection, connection_of
 from api.dialect import REQUEST_ID
 from api.engine import Engine, EngineBusy, EngineDead, PromptInput, RequestFailed
 from api.errors import ApiError, aborted, bad_parameter, internal_error, queue_full, timed_out
@@ -146,6 +147,8 @@ class Reply:
         self._quiet_since_s = arrival_s         # of a stream; inf while something is being sent
         self._limit: asyncio.Timeout | None = None      # while it runs
         self._aborted = False
+        self._connection: Connection | None = None      # of a stream whose events may be written at once
+        self._failure: Exception | None = None          # while they were
 
     def abort(self) -> None:
         """End it, on its owner's wish; he learns of it by an error."""
@@ -156,6 +159,8 @@ class Reply:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         names = (scope[REQUEST_ID], self._writer.answer_id)
+        if self._stream and len(self._generations) == 1:        # events of several are written together
+            self._connection = connection_of(scope)
         with self._service.open_request(scope[TENANT], names, self.abort):
             try:
                 await until_client_goes(receive, self._answer(scope, receive, send))
@@ -221,8 +226,8 @@ class Reply:
         """The engine's deltas. Raises: ParameterError, which names a prompt as the request does."""
         deltas = cast("AsyncGenerator[TextDelta, None]", self._engine.generate(
             generation.prompt, generation.sampling, choice=generation.choice,
-            **generation.template, **dataclasses.asdict(generation.asker),
-            **self._family))
+            **generation.template, **dataclasses.asdict(generation.asker), **self._family,
+            on_delta=None if self._connection is None else self._write_at_once))
         try:
             async with aclosing(deltas):
                 async for delta in deltas:
@@ -250,6 +255,8 @@ class Reply:
 
         Headers wait until every completion is admitted: if one is refused, the request is, with a status that says so.
         """
+        if self._failure is not None:
+            raise self._failure
         self._observe(items)
         data = b"".join([self._events(index, delta) for index, delta in items])
         over = self._num_unfinished == 0
@@ -264,6 +271,22 @@ class Reply:
             data = self._unsent
         if data:
             await self._write(send, data, more=not over)
+
+    def _write_at_once(self, delta: TextDelta) -> bool:
+        """What a running stream says of `delta`, without waking its task up; False where that must wait or end it."""
+        connection = self._connection
+        if not self._begun or not self._started or connection is None or not connection.takes_chunks:
+            return False
+        try:
+            self._timers[0].observe(delta)
+            data = self._writer.events(0, delta)
+        except Exception as error:
+            self._failure = error               # raised by its own task
+            return False
+        if data:
+            connection.write_chunk(data)
+            self._quiet_since_s = time.monotonic()
+        return True
 
     async def _write(self, send: Send, data: bytes, more: bool = True) -> None:
         self._quiet_since_s = math.inf

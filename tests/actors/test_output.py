@@ -37,6 +37,40 @@ def test_next_waits_for_a_delta_and_takes_each_once() -> None:
     asyncio.run(main())
 
 
+def test_a_reader_that_waits_is_offered_deltas_where_they_come() -> None:
+    """In order: none is offered while an earlier one is unread, nor before or after `next` waits, nor the last."""
+    offered: list[str] = []
+
+    def take(delta: TextDelta) -> bool:
+        offered.append(delta.text)
+        return delta.text != "no"
+
+    async def main() -> None:
+        stream = OutputStream("r", lambda request_id: None, take)
+        stream.put(TextDelta("r", "early"))
+        assert (await stream.next()).text == "early"
+        stream.put(TextDelta("r", "between"))
+        assert (await stream.next()).text == "between"
+        reader = asyncio.create_task(stream.next())
+        await asyncio.sleep(0)
+        for text in ("a", "b", "no", "after no", "c"):
+            stream.put(TextDelta("r", text))
+        assert (await reader).text == "noafter noc"
+        reader = asyncio.create_task(stream.next())
+        await asyncio.sleep(0)
+        stream.put(TextDelta("r", "d"))
+        stream.put(TextDelta("r", "end", finish="stop"))
+        assert (await reader).text == "end"
+        reader = asyncio.create_task(stream.next())
+        await asyncio.sleep(0)
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+        stream.put(TextDelta("r", "late"))
+        assert offered == ["a", "b", "no", "d"]
+
+    asyncio.run(main())
+
+
 def test_a_reader_that_never_reads_costs_a_bounded_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "MAX_UNREAD_TOKENS", 10)
     aborted: list[str] = []

@@ -92,7 +92,7 @@ class FakeEngine(Recorder):
     async def generate(self, prompt: PromptInput, sampling: SamplingParams | None = None, *, choice: int = 0,
                        add_generation_prompt: bool = True, continue_final_message: bool = False,
                        chat_template_kwargs: Mapping[str, Any] | None = None, tools: Sequence[dict[str, Any]] = (),
-                       **asker: Any) -> AsyncIterator[TextDelta]:
+                       on_delta: Callable[[TextDelta], bool] | None = None, **asker: Any) -> AsyncIterator[TextDelta]:
         sampling = sampling or self.default_sampling()
         template = (add_generation_prompt, continue_final_message, chat_template_kwargs or {})
         call = Call(prompt, sampling, choice, template=template, asker=asker, tools=tools)
@@ -124,7 +124,8 @@ class FakeEngine(Recorder):
                         if delta.finish is not None:
                             call.state = "finished"
                         self.note()
-                        yield delta
+                        if on_delta is None or delta.finish is not None or not on_delta(delta):
+                            yield delta
         finally:
             if call.state != "finished":
                 call.state = "aborted"

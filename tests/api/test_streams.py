@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import http.client
 import json
 import threading
 from dataclasses import replace
@@ -10,8 +11,11 @@ from typing import Any, cast
 
 import pytest
 
+from actors.messages import TextDelta
+from api.connections import Connection
 from api.engine import Engine
 from api.exchange import Reply
+from api.openai.completions import CompletionWriter
 from api.server import create_app
 from api.service import Service
 from tests.api.fake_engine import INFO, FakeEngine
@@ -148,6 +152,54 @@ def test_client_that_leaves_aborts_what_runs(server: Server, engine: FakeEngine,
             assert connection.recv(1024)
         engine.wait_for(lambda: all(call.num_deltas > 3 for call in engine.calls) and engine.calls != [])
     engine.wait_for(lambda: set(engine.states) == {"aborted"})
+
+
+def test_events_are_written_where_they_come(server: Server, engine: FakeEngine,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the first and the last; a client of HTTP/1.0, for whom chunks have no form, gets the same bytes."""
+    num_written = 0
+    write_chunk = Connection.write_chunk
+
+    def counted(connection: Connection, data: bytes) -> None:
+        nonlocal num_written
+        num_written += 1
+        write_chunk(connection, data)
+
+    monkeypatch.setattr(Connection, "write_chunk", counted)
+    body = json.dumps({"model": "fake", "prompt": "abcdef", "stream": True})
+    texts, counts = [], []
+    for version in ("1.1", "1.0"):
+        num_written = 0
+        with server.connect() as connection:
+            connection.sendall(f"POST /v1/completions HTTP/{version}\r\nHost: x\r\nConnection: close\r\n"
+                               f"Content-Length: {len(body)}\r\n\r\n{body}".encode())
+            response = http.client.HTTPResponse(connection)
+            response.begin()
+            lines = response.read().decode().splitlines()
+        assert lines.count("data: [DONE]") == 1
+        texts.append([json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith("data: {")])
+        counts.append(num_written)
+    assert texts == [[*"re abcdef", ""]] * 2
+    assert counts == [len("re abcdef") - 1, 0]
+
+
+def test_a_fault_in_writing_ends_its_own_stream(server: Server, engine: FakeEngine,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the engine's deltas arrive, which is no request's own task."""
+    events = CompletionWriter.events
+
+    def broken(writer: CompletionWriter, index: int, delta: TextDelta) -> bytes:
+        if delta.text == "!":
+            raise ZeroDivisionError("in /secret/writer.py")
+        return events(writer, index, delta)
+
+    monkeypatch.setattr(CompletionWriter, "events", broken)
+    shown = server.complete(prompt="ab!cd", stream=True).events
+    assert "".join(json.loads(event)["choices"][0]["text"] for event in shown[:-1]) == "re ab"
+    assert json.loads(shown[-1])["error"]["type"] == "server_error"
+    assert "secret" not in shown[-1]
+    engine.wait_for(lambda: engine.states == ["aborted"])
+    assert server.complete(prompt="abcd", stream=True).events[-1] == "[DONE]"
 
 
 def test_client_that_stalls_stops_the_reading(server: Server, engine: FakeEngine) -> None:
