@@ -71,11 +71,14 @@ class Executor:
         self._ended: asyncio.Future[None] = loop.create_future()
 
         def device_thread() -> None:
+            nonlocal make_runner
             try:
                 runner = self._runner = make_runner()
             except BaseException as error:
                 _settle(loop, loaded, error)
                 return
+            finally:
+                del make_runner                 # this thread stays, and would keep the model's files mapped
             _settle(loop, loaded, runner)
             self._until_fault(loop, lambda: self._run_plans(runner))
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from actors.executor import Executor
@@ -32,6 +32,7 @@ from cuda.kv_cache import blocks_for, kv_groups, size_kv_cache
 from cuda.launcher import Launcher
 from cuda.ops import BLOCK_SIZE, KV_DTYPES, HostMath, KVDtype, KVGroupSpec, Ops
 from cuda.runner import BaseRunner, Runner
+from cuda.start_up import StartUp
 from weights.hub import resolve
 from weights.load import ModelFile, ModelWeights, open_model
 from weights.spec import ModelSpec
@@ -122,24 +123,12 @@ class Sizes:
     kv_capacity_tokens: int                 # in such sequences; without windows in any
 
 
-@dataclass(slots=True)
-class StartUp:
-    """How the start went: stages with their seconds."""
-    progress: Callable[[str], None]
-    stages: list[tuple[str, float]] = field(default_factory=list)
-
-    def stage(self, name: str, begin_s: float) -> None:
-        elapsed_s = time.perf_counter() - begin_s
-        self.stages.append((name, elapsed_s))
-        self.progress(f"{name}: {elapsed_s:.2f} s")
-
-
 class System:
     """The engine's thread. `start` returns when it is ready; `post` and `abort` may be called from any thread."""
 
     def __init__(self, config: EngineConfig, progress: Callable[[str], None] | None = None) -> None:
         self.config = config
-        self.start_up = StartUp(progress or (lambda line: None))
+        self.start_up = StartUp(progress) if progress else StartUp()
         self.output = OutputRouter()
         self.ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._run_thread, name="troupe-engine", daemon=True)
@@ -214,7 +203,7 @@ class System:
         config, start_up = self.config, self.start_up
         begin_s = time.perf_counter()
         self.device, self.device_reason = choose_device(config.device)
-        files = await asyncio.to_thread(resolve, config.model, start_up.progress)
+        files = await asyncio.to_thread(resolve, config.model, start_up.tell)
         self.model_path, self.model_name = files.path, files.name
         model = await asyncio.to_thread(open_model, files.path)
         self.spec = model.spec
@@ -275,15 +264,13 @@ class System:
     def _make_runner(self, model: ModelFile) -> BaseRunner:
         """On the device thread."""
         config, begin_s = self.config, time.perf_counter()
-        ops = make_ops(self.device, config)
+        ops = make_ops(self.device, config, self.start_up)
         if self.device == "cpu":
             self.device_reason += f"; {choose_host_math(config.host_math)[1]}"
         try:
             available = ops.available_bytes()       # before the weights are there
             weights = model.weights()
             self.file_bytes, self.weight_bytes = model.stored_bytes, weights.nbytes
-            self.start_up.stage("weights", begin_s)
-            begin_s = time.perf_counter()
             self.sizes = choose_sizes(config, model.spec, weights, available, ops)
             runner = runner_class(self.device)(
                 model.spec, weights, ops, self.sizes.num_blocks, config.max_num_seqs, config.max_num_batched_tokens,
@@ -325,7 +312,7 @@ def runner_class(device: str) -> type[BaseRunner]:
     return Runner
 
 
-def make_ops(device: str, config: EngineConfig) -> Ops:
+def make_ops(device: str, config: EngineConfig, start_up: StartUp | None = None) -> Ops:
     """Raises: ValueError for settings that the back end does not have."""
     if device != "cpu" and config.host_math != "auto":
         raise ValueError(f"host_math {config.host_math} is for device cpu: device {device} has one arithmetic only")
@@ -338,7 +325,7 @@ def make_ops(device: str, config: EngineConfig) -> Ops:
         return ReferenceOps()
     # Numba takes a third of a second to import: only who computes with it pays.
     from cuda.host.ops import HostOps
-    return HostOps(config.threads, choose_host_math(config.host_math)[0])
+    return HostOps(config.threads, choose_host_math(config.host_math)[0], start_up)
 
 
 def choose_host_math(asked: str) -> tuple[HostMath, str]:

@@ -30,7 +30,7 @@ from tools.engine_args import DEFAULT_MODEL
 from tools.json_report import check_report_path, write_report
 from weights.hub import resolve
 from weights.load import open_model
-from weights.quant import Affine, Linear, Weight
+from weights.quant import Dense, Linear, Weight
 
 READ_BYTES = 256 << 20                      # of each thread: far more than caches hold
 PRODUCT_SIZE = 2048
@@ -210,9 +210,9 @@ def _seconds(work: Callable[[], Any]) -> float:
 
 
 def _kind(part: Weight) -> str:
-    if isinstance(part, Affine):
-        return f"{part.bits}bit/{part.group}"
-    return "bf16" if part.is_bf16 else str(part.data.dtype)
+    if isinstance(part, Dense):
+        return "bf16" if part.is_bf16 else str(part.data.dtype)
+    return f"{part.bits}bit/{part.group}"
 
 
 def _steps(bench: Bench, limits: Limits, rows: Sequence[int], prompts: Sequence[int]) -> list[dict[str, Any]]:

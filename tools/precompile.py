@@ -27,7 +27,7 @@ from cuda.ops import BLOCK_SIZE, KVDtype
 from tools.gpu_compile import all_instances, compile_instances
 from tools.gpu_measure import GREEDY
 from weights.load import LayerWeights, ModelWeights, open_model
-from weights.quant import Affine, Linear
+from weights.quant import Dense, Linear
 from weights.spec import LayerSpec, ModelSpec
 
 log = logging.getLogger("troupe.precompile")
@@ -83,7 +83,7 @@ def _one_layer_of_each(spec: ModelSpec, weights: ModelWeights) -> tuple[ModelSpe
 
 
 def _formats(linear: Linear) -> tuple[tuple[int, int], ...]:
-    return tuple((part.bits, part.group) if isinstance(part, Affine) else (16, 0) for part in linear.parts)
+    return tuple((16, 0) if isinstance(part, Dense) else (part.bits, part.group) for part in linear.parts)
 
 
 def run(argv: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""GGML tensor types: the block layouts that GGUF stores, and their conversion to `Dense` or `Affine`.
+"""GGML tensor types: the block layouts that GGUF stores, and their conversion to `Affine`.
 
 A row of K weights is stored as K / weights_per_block blocks, one after the other. All numbers are little-endian.
 Letters: N rows, K inputs, B blocks in a row.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weights.quant import Affine, Dense, Weight
+from weights.quant import Affine, BlockFormat, Blocks, Dense, Weight
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -49,18 +49,15 @@ UNSUPPORTED = {
 }
 
 
-def weight_from_bytes(kind: GgmlType, raw: Bytes, rows: int) -> Weight:
-    """The tensor [rows, K] whose stored bytes are `raw`. A dense weight stays a view of `raw`, codes are copied.
-
-    Raises: ValueError if a block's scale is infinite or NaN.
-    """
+def weight_from_bytes(kind: GgmlType, raw: Bytes, rows: int, name: str) -> Weight:
+    """The tensor [rows, K] whose stored bytes are `raw`: a view of them. name: of the tensor, for errors."""
     if kind.name == "F32":
         return Dense(raw.view("<f4").reshape(rows, -1))
     if kind.name == "F16":
         return Dense(raw.view("<f2").reshape(rows, -1))
     if kind.name == "BF16":
         return Dense(raw.view("<u2").reshape(rows, -1), is_bf16=True)
-    return _CONVERTERS[kind.name](raw.reshape(rows, -1, kind.block_bytes))                     # [N, B, block_bytes]
+    return Blocks(raw.reshape(rows, -1, kind.block_bytes), FORMATS[kind.name], name)           # [N, B, block_bytes]
 
 
 def _halves(blocks: Bytes, at: int) -> Floats:
@@ -171,7 +168,13 @@ def _q6_k(blocks: Bytes) -> Affine:
     return _affine(codes, scale, -32 * scale, bits=8, group=16)
 
 
-_CONVERTERS: dict[str, Callable[[Bytes], Affine]] = {
-    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0,
-    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
-}
+def _format(name: str, bits: int, group: int, convert: Callable[[Bytes], Affine]) -> BlockFormat:
+    kind = next(kind for kind in TYPES.values() if kind.name == name)
+    return BlockFormat(name, kind.weights_per_block, kind.block_bytes, bits, group, convert)
+
+
+# The quantised types by name.
+FORMATS = {made.name: made for made in (
+    _format("Q4_0", 4, 32, _q4_0), _format("Q4_1", 4, 32, _q4_1), _format("Q5_0", 8, 32, _q5_0),
+    _format("Q5_1", 8, 32, _q5_1), _format("Q8_0", 8, 32, _q8_0), _format("Q4_K", 4, 32, _q4_k),
+    _format("Q5_K", 8, 32, _q5_k), _format("Q6_K", 8, 16, _q6_k))}

@@ -143,16 +143,13 @@ class Gguf:
     # Tensors
 
     def weight(self, name: str) -> Weight:
-        """A two-dimensional tensor [N, K]. Dense data is a read-only view of the mapped file.
+        """A two-dimensional tensor [N, K]: a read-only view of the mapped file.
 
-        Raises: ValueError if there is no such tensor, it is not two-dimensional, or a quantisation scale is not finite.
+        Raises: ValueError if there is no such tensor or it is not two-dimensional.
         """
         tensor = self._tensor(name, 2)
         raw = np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.position)
-        try:
-            return weight_from_bytes(tensor.kind, raw, tensor.shape[0])
-        except ValueError as error:
-            raise self._error(f"tensor {name}: {error}") from None
+        return weight_from_bytes(tensor.kind, raw, tensor.shape[0], f"{self.path}: tensor {name}")
 
     def vector(self, name: str) -> NDArray[np.float32]:
         """A one-dimensional tensor [N] as float32, copied.
@@ -163,7 +160,7 @@ class Gguf:
         raw = np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.position)
         if tensor.kind.weights_per_block > 1:
             raise self._error(f"tensor {name}: a vector of type {tensor.kind.name} is not supported")
-        row = weight_from_bytes(tensor.kind, raw, rows=1)
+        row = weight_from_bytes(tensor.kind, raw, 1, name)
         assert isinstance(row, Dense), "an unquantised type became something else"
         return dequantize(row).flatten()
 

@@ -34,7 +34,8 @@ from cuda.host.kv_cache import (
     store_kv_scratch_bytes,
 )
 from cuda.host.matmul import LINEAR, LINEAR_INT16, linear_scratch_bytes
-from cuda.host.pack import Arena, PackedLinear, pack_linear, pack_weight, quantized_block_bytes
+from cuda.host.pack import PackedLinear, quantized_block_bytes
+from cuda.host.packer import Packer
 from cuda.host.recording import Recording, Runs, make_runs
 from cuda.host.register_tile import MAX_ROWS
 from cuda.host.simd import LANES
@@ -42,6 +43,7 @@ from cuda.host.simd_int16 import HAS_PAIRS
 from cuda.host.workspace import Buffer, Workspace, address_of, allocate, new_buffer
 from cuda.memory import available_host_bytes
 from cuda.ops import BLOCK_SIZE, Batch, Forward, HostMath, Ints, KVDtype, KVGroupSpec
+from cuda.start_up import StartUp
 from weights.load import LayerWeights, ModelWeights
 from weights.quant import Linear
 from weights.spec import ModelSpec, RopeSpec
@@ -76,11 +78,12 @@ class HostOps:
     name = "host"
     kv_dtypes: tuple[KVDtype, ...] = ("float32", "bf16", "int8")
 
-    def __init__(self, num_threads: int | None = None, math: HostMath = "exact") -> None:
+    def __init__(self, num_threads: int | None = None, math: HostMath = "exact",
+                 start_up: StartUp | None = None) -> None:
         """num_threads: by default the physical cores that this process may use. Raises: ValueError."""
         if math == "int16" and not HAS_PAIRS:
             raise ValueError("math int16: this processor has no AVX2, whose instructions it needs")
-        self.math = math
+        self.math, self._start_up = math, start_up or StartUp()
         self.num_threads = num_physical_cores() if num_threads is None else num_threads
         if self.num_threads < 1:
             raise ValueError(f"num_threads must be at least 1, not {num_threads}")
@@ -120,12 +123,11 @@ class HostOps:
             if layer.rope is not None:
                 self._rope_table(layer.rope)
 
-        arena = Arena()
-        embed = pack_weight(weights.embed, arena)
-        shared = {id(weights.embed): embed}
+        begin_s, packer = time.perf_counter(), Packer()
+        embed: Any = packer.shared(weights.embed)
 
         def linear(projection: Linear) -> Any:
-            return pack_linear(projection, arena, shared)
+            return packer.linear(projection)
 
         def vector(weight: Floats | None) -> Any:
             return None if weight is None else self._keep(weight)
@@ -137,9 +139,14 @@ class HostOps:
                 q_norm=vector(layer.q_norm), k_norm=vector(layer.k_norm),
                 attn_post_norm=vector(layer.attn_post_norm), ffn_post_norm=vector(layer.ffn_post_norm))
 
-        packed: Any = embed
-        prepared = ModelWeights(packed, tuple(block(layer) for layer in weights.layers), vector(weights.norm),
-                                linear(weights.head))
+        layers = []
+        for number, stored in enumerate(weights.layers):
+            self._start_up.step(f"packing weights: layer {number + 1} of {len(weights.layers)}")
+            layers.append(block(stored))
+            packer.run(self._team)
+        prepared = ModelWeights(embed, tuple(layers), vector(weights.norm), linear(weights.head))
+        packer.run(self._team)
+        self._start_up.stage("weights", begin_s)
         self._compile(_kernels(spec, prepared, self.math))
         widest = max(spec.hidden_size, spec.ffn_size, spec.num_heads * spec.head_dim)
         self._team.want_scratch(max(linear_scratch_bytes(widest), store_kv_scratch_bytes(spec.head_dim)))
@@ -147,8 +154,10 @@ class HostOps:
 
     def _compile(self, kernels: Sequence[Kernel]) -> None:
         """Now, not in the first step."""
-        begin_s = time.perf_counter()
-        addresses = {kernel.name: kernel.address for kernel in kernels}
+        begin_s, addresses = time.perf_counter(), {}
+        for number, kernel in enumerate(kernels):
+            self._start_up.step(f"compiling for this processor, once: kernel {number + 1} of {len(kernels)}")
+            addresses[kernel.name] = kernel.address
         log.debug("kernels at %s", addresses)
         log.info("%d kernels ready in %.1f s; %d threads", len(kernels), time.perf_counter() - begin_s,
                  self.num_threads)

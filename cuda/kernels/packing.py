@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from cuda.kernels.types import ACTIVATION_TYPES, BF16, FP16
 from cuda.launcher import DeviceArray, Launcher
-from weights.quant import Affine, Dense, Linear, Weight, dequantize
+from weights.quant import Affine, Blocks, Dense, Linear, Weight, dequantize
 
 UNIT_BYTES = 64                                 # of a row: what four threads read at once
 SCALE_CHUNK = 8                                 # groups of a row whose scales are one 16-byte copy
@@ -110,7 +110,7 @@ def pack_weight(launcher: Launcher, weight: Weight, dtype: np.dtype[Any]) -> Dev
 
     Raises: ValueError where K or the numbers do not fit; MemoryError.
     """
-    return _upload(launcher, [weight], dtype)
+    return _upload(launcher, [_converted(weight)], dtype)
 
 
 def packed_bytes(weight: Weight) -> int:
@@ -124,7 +124,7 @@ def packed_bytes(weight: Weight) -> int:
 
 def packed_linear_bytes(linear: Linear) -> int:
     """The same of a projection without its bias."""
-    affine = [part for part in linear.parts if isinstance(part, Affine)]
+    affine = [part for part in linear.parts if not isinstance(part, Dense)]
     if len(affine) < len(linear.parts):     # what is packed with a dense part may become dense
         return sum(max(packed_bytes(part), 2 * part.shape[0] * part.shape[1]) for part in linear.parts)
     units, chunks = units_and_chunks(linear.in_features, max(part.bits for part in affine),
@@ -141,15 +141,15 @@ def pack_linear(launcher: Launcher, linear: Linear, dtype: np.dtype[Any], gated:
     """
     if gated not in ACTIVATIONS:
         raise ValueError(f"gated={gated!r}: no such activation ({', '.join(map(str, ACTIVATIONS))})")
-    bias = linear.bias
+    bias, stored = linear.bias, [_converted(part) for part in linear.parts]
     if gated is not None:
         order = _gate_turns(linear.out_features)
-        parts: tuple[DeviceWeight, ...] = (_upload(launcher, _one_format(linear.parts), dtype, order),)
+        parts: tuple[DeviceWeight, ...] = (_upload(launcher, _one_format(stored), dtype, order),)
         bias = None if bias is None else bias[order]
     else:
         runs: list[list[Weight]] = []
-        is_affine = all(isinstance(part, Affine) for part in linear.parts)
-        for part in _one_format(linear.parts) if is_affine else linear.parts:
+        is_affine = all(isinstance(part, Affine) for part in stored)
+        for part in _one_format(stored) if is_affine else stored:
             if runs and _format(runs[-1][0]) == _format(part):
                 runs[-1].append(part)
             else:
@@ -175,6 +175,10 @@ def unpack_weight(weight: DeviceWeight) -> NDArray[np.float64]:
 
 
 # Formats
+
+
+def _converted(weight: Weight) -> Weight:
+    return weight.affine() if isinstance(weight, Blocks) else weight
 
 
 def _format(weight: Weight) -> tuple[int, int]:
@@ -234,7 +238,7 @@ def _upload(launcher: Launcher, parts: Sequence[Weight], dtype: np.dtype[Any],
 
 
 def _as_type(weight: Dense, dtype: np.dtype[Any]) -> NDArray[Any]:
-    stored = weight.data.view(BF16) if weight.is_bf16 else weight.data
+    stored = weight.ordered().view(BF16) if weight.is_bf16 else weight.ordered()
     if stored.dtype == dtype:
         return stored
     with np.errstate(over="ignore"):

@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -161,3 +163,27 @@ def test_changes_of_the_index_outlive_the_step_that_brings_them(fails: str, over
     assert [result.error for result in results] == ["", "MemoryError in step 1", "", "", ""]
     assert [result.prefix_hints for result in results] == [
         (("r0", 0),), (), (("waits", 2), ("other root", 0)), (), (("waits", 1),)]
+
+
+def test_what_the_runner_was_made_of_is_let_go() -> None:
+    """Its thread lives as long as the engine, and would keep the files of the model mapped."""
+    class File:
+        pass
+
+    async def load() -> weakref.ref[File]:
+        file = File()
+        executor = Executor(Mailbox(), 0)
+
+        def make() -> Runner:
+            assert file
+            return make_runner()
+
+        await executor.load(make)
+        executor.close()
+        return weakref.ref(file)
+
+    gc.disable()                            # by references alone, at once
+    try:
+        assert asyncio.run(load())() is None
+    finally:
+        gc.enable()

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from cuda.host.commands import Team
 from cuda.host.kv_cache import BF16, INT8, HostKVCache
 from cuda.host.ops import HostOps
+from cuda.host.pack import PackedLinear
+from cuda.host.packer import Packer
 from cuda.host.simd_int16 import HAS_PAIRS
 from cuda.ops import BLOCK_SIZE, Batch, HostMath, KVGroupSpec
 from cuda.reference import to_bf16
@@ -46,6 +49,16 @@ def host_ops(num_threads: int = 2, math: HostMath = "exact") -> Iterator[HostOps
         yield ops
     finally:
         ops.close()
+
+
+def pack(linear: Linear, num_threads: int = 1) -> PackedLinear:
+    packer, team = Packer(), Team(num_threads)
+    try:
+        packed = packer.linear(linear)
+        packer.run(team)
+    finally:
+        team.close()
+    return packed
 
 
 def random_floats(seed: int, *shape: int) -> Floats:

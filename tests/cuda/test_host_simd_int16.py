@@ -9,7 +9,6 @@ from llvmlite import ir
 from numba import types
 from numpy.typing import NDArray
 
-from cuda.host.pack import Arena, pack_weight
 from cuda.host.simd import I64, INTEGERS, LANES, emit_store, emit_words, instruction, load
 from cuda.host.simd_int16 import (
     HAS_AVX512_PAIRS,
@@ -19,8 +18,9 @@ from cuda.host.simd_int16 import (
     nearest,
     store_int16,
 )
-from tests.cuda.host_support import assert_same_bits, needs_pairs, random_affine
+from tests.cuda.host_support import assert_same_bits, needs_pairs, pack, random_affine
 from tests.cuda.test_host_simd import at, compiled, on_vectors
+from weights.quant import Linear
 
 ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])      # of 8 inputs in a quantized row
 
@@ -51,7 +51,7 @@ def test_products_of_packed_codes_with_numbers_of_any_size(bits: int, whole: boo
     rng = np.random.default_rng(bits)
     weight = random_affine(0, 32, 64, bits, 64)
     weight.codes[:3] = 255                                      # all codes at their largest
-    packed = pack_weight(weight, Arena())
+    packed = pack(Linear((weight,))).parts[0]
     codes = weight.codes if bits == 8 else np.stack([weight.codes & 15, weight.codes >> 4], -1).reshape(32, -1)
     numbers = rng.integers(-32768, 32768, 64).astype(np.int16)
     numbers[:3] = 32767, -32768, -32768

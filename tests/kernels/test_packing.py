@@ -23,7 +23,8 @@ from cuda.kernels.packing import (
 from cuda.kernels.types import BF16, FP16
 from tests.cuda.host_support import random_affine, random_dense
 from tests.cuda_emulator.launcher import EmulatorLauncher
-from weights.quant import Affine, Dense, Linear, Weight, dequantize
+from tests.weights.test_ggml import blocks, random_blocks
+from weights.quant import Affine, Dense, Linear, Weight, dequantize, take_rows
 
 FORMATS = [(bits, group) for bits in (4, 8) for group in (16, 32, 64, 128)]
 
@@ -187,3 +188,23 @@ def test_what_does_not_fit_is_refused(launcher: EmulatorLauncher, linear: Linear
                                       gated: str | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pack_linear(launcher, linear, dtype, gated)
+
+
+@pytest.mark.parametrize("gated", [None, "silu"])
+def test_weights_as_their_file_has_them(launcher: EmulatorLauncher, gated: str | None) -> None:
+    """Blocks, and rows in another order, are packed as what they stand for."""
+    order = np.random.default_rng(0).permutation(32)
+    stored = [blocks(name, random_blocks(name, 32, 1)) for name in ("Q4_K", "Q6_K")]
+    numbers = random_dense(0, 32, 256, "bf16")
+    cases: list[tuple[list[Weight], list[Weight]]] = [
+        ([take_rows(part, order) for part in stored], [take_rows(part.affine(), order) for part in stored]),
+        ([take_rows(numbers, order), numbers], [Dense(numbers.data[order], is_bf16=True), numbers])]
+    for parts, plain in cases:
+        packed = pack_linear(launcher, Linear(tuple(parts)), BF16, gated)
+        expected = pack_linear(launcher, Linear(tuple(plain)), BF16, gated)
+        for part, other in zip(packed.parts, expected.parts, strict=True):
+            np.testing.assert_array_equal(unpack_weight(part), unpack_weight(other))
+        assert packed_linear_bytes(Linear(tuple(parts))) == packed_linear_bytes(Linear(tuple(plain)))
+        assert [packed_bytes(part) for part in parts] == [packed_bytes(part) for part in plain]
+    np.testing.assert_array_equal(unpack_weight(pack_weight(launcher, stored[0], BF16)),
+                                  unpack_weight(pack_weight(launcher, stored[0].affine(), BF16)))

@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import DTypeLike, NDArray
 
 from weights.ggml import TYPES, UNSUPPORTED, weight_from_bytes
-from weights.quant import Affine, Dense, dequantize, take_rows, unpack_codes
+from weights.quant import Affine, Blocks, Dense, dequantize, take_rows, unpack_codes
 
 QUANTISED = {kind.name: (number, kind) for number, kind in TYPES.items() if kind.weights_per_block > 1}
 # Where a block has its float16 numbers.
@@ -28,10 +28,14 @@ def random_blocks(name: str, rows: int, blocks: int, scales: NDArray[np.float16]
     return raw.reshape(rows, -1)
 
 
-def ours(name: str, raw: NDArray[np.uint8]) -> Affine:
-    weight = weight_from_bytes(QUANTISED[name][1], raw.reshape(-1), len(raw))
-    assert isinstance(weight, Affine)
+def blocks(name: str, raw: NDArray[np.uint8]) -> Blocks:
+    weight = weight_from_bytes(QUANTISED[name][1], raw.reshape(-1), len(raw), "tensor t")
+    assert isinstance(weight, Blocks)
     return weight
+
+
+def ours(name: str, raw: NDArray[np.uint8]) -> Affine:
+    return blocks(name, raw).affine()
 
 
 def reference(name: str, raw: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -74,7 +78,7 @@ def test_a_scale_that_is_not_finite_is_refused(name: str, bad: float) -> None:
     raw = random_blocks(name, rows=2, blocks=2)
     at = HALVES[name][-1]
     raw[1, at:at + 2] = np.array([bad], np.float16).view(np.uint8)
-    with pytest.raises(ValueError, match="not finite"):
+    with pytest.raises(ValueError, match="tensor t: .* not finite"):
         ours(name, raw)
 
 
@@ -100,7 +104,7 @@ def test_four_bit_codes_are_packed_in_pairs_of_neighbours() -> None:
 @pytest.mark.parametrize(("number", "dtype"), [(0, np.float32), (1, np.float16)])
 def test_floats_stay_a_view(number: int, dtype: DTypeLike) -> None:
     values = np.arange(12).reshape(3, 4).astype(dtype)
-    weight = weight_from_bytes(TYPES[number], values.view(np.uint8).reshape(-1), 3)
+    weight = weight_from_bytes(TYPES[number], values.view(np.uint8).reshape(-1), 3, "t")
     assert isinstance(weight, Dense)
     assert np.shares_memory(weight.data, values)
     np.testing.assert_array_equal(dequantize(weight), values.astype(np.float32))
@@ -109,7 +113,7 @@ def test_floats_stay_a_view(number: int, dtype: DTypeLike) -> None:
 def test_bfloat16_stays_raw_bits() -> None:
     values = np.array([[1.0, -2.5], [3e38, 1e-40]], np.float32)
     raw = gguf.quants.quantize(values, gguf.GGMLQuantizationType.BF16)
-    weight = weight_from_bytes(TYPES[30], raw.reshape(-1), 2)
+    weight = weight_from_bytes(TYPES[30], raw.reshape(-1), 2, "t")
     assert isinstance(weight, Dense)
     assert weight.is_bf16
     assert weight.shape == (2, 2)
@@ -125,13 +129,34 @@ def test_the_tables_agree_with_the_reference() -> None:
         assert gguf.GGMLQuantizationType(number).name == name
 
 
+@pytest.mark.parametrize("name", QUANTISED)
+def test_blocks_know_what_they_become(name: str) -> None:
+    raw = random_blocks(name, rows=5, blocks=3)
+    stored = blocks(name, raw)
+    converted = stored.affine()
+    assert (stored.shape, stored.bits, stored.group, stored.nbytes) == (
+        converted.shape, converted.bits, converted.group, converted.nbytes)
+    assert np.shares_memory(stored.data, raw)
+
+
 @pytest.mark.parametrize("name", ["Q4_1", "Q6_K"])
 def test_rows_of_a_quantised_weight_can_be_reordered(name: str) -> None:
+    """As often as one likes, and without a copy until they are converted."""
     raw = random_blocks(name, rows=4, blocks=2)
-    rows = np.array([2, 0, 3, 1])
-    np.testing.assert_array_equal(dequantize(take_rows(ours(name, raw), rows)), reference(name, raw)[rows])
+    first, second = np.array([2, 0, 3, 1]), np.array([1, 1, 3])
+    once = take_rows(blocks(name, raw), first)
+    twice = take_rows(once, second)
+    assert isinstance(twice, Blocks)
+    assert np.shares_memory(twice.data, raw)
+    assert twice.shape == (3, 2 * QUANTISED[name][1].weights_per_block)
+    np.testing.assert_array_equal(dequantize(once), reference(name, raw)[first])
+    np.testing.assert_array_equal(dequantize(twice), reference(name, raw)[first][second])
+    np.testing.assert_array_equal(dequantize(take_rows(ours(name, raw), first)), reference(name, raw)[first])
 
 
 def test_rows_of_a_dense_weight_can_be_reordered() -> None:
     weight = Dense(np.arange(6, dtype=np.uint16).reshape(3, 2) + 0x3F80, is_bf16=True)
-    np.testing.assert_array_equal(dequantize(take_rows(weight, np.array([2, 0, 1]))), dequantize(weight)[[2, 0, 1]])
+    taken = take_rows(take_rows(weight, np.array([2, 0, 1])), np.array([0, 1]))
+    assert taken.shape == (2, 2)
+    assert taken.nbytes == 8
+    np.testing.assert_array_equal(dequantize(taken), dequantize(weight)[[2, 0]])

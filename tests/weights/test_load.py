@@ -21,7 +21,7 @@ from tests.weights.model_files import (
     write_gguf,
 )
 from weights.load import LayerWeights, ModelWeights, open_model
-from weights.quant import Affine, Dense, Linear, dequantize
+from weights.quant import Blocks, Dense, Linear, dequantize
 from weights.rope import RopeSpec
 from weights.spec import ModelSpec
 
@@ -132,7 +132,7 @@ def test_quantised_rows_are_put_back_in_order_too(tmp_path: Path) -> None:
     weights = open_model(golden_as_gguf("llama", tmp_path / "model.gguf", QType.Q4_1)).weights()
     original = read_folder(GOLDEN_MODELS / "llama")
     for part, letter in zip(weights.layers[1].qkv.parts, "qkv", strict=True):
-        assert isinstance(part, Affine)
+        assert isinstance(part, Blocks)
         rows = original[f"model.layers.1.self_attn.{letter}_proj.weight"]
         np.testing.assert_array_equal(dequantize(part), gguf.quants.dequantize(
             gguf.quants.quantize(rows, QType.Q4_1), QType.Q4_1))
