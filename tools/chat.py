@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import io
 import os
 import re
@@ -303,6 +304,7 @@ async def _open_backend(args: argparse.Namespace, given: dict[str, Any], engine_
             _note(f"{backend.name} at {root}; /help lists the commands")
         yield backend
         return
+    gc.disable()                            # what a start makes stays: to look for garbage would take a tenth of it
     from api.engine import Engine, EngineDead  # late: it brings the compiler, which --help and --url do without
     model = args.model or default_model
     start_s = time.monotonic()
@@ -324,10 +326,12 @@ async def _open_backend(args: argparse.Namespace, given: dict[str, Any], engine_
             raise StartError(str(error)) from None
         finally:
             slow.cancel()
+            gc.enable()
         info = engine.info
         if interactive:
-            _note(f"{info.model} on {info.device} ({info.device_reason}), context {info.max_model_len} tokens, ready "
-                  f"in {time.monotonic() - start_s:.1f} s; /help lists the commands")
+            _note(f"{info.model} on {info.device} ({info.device_reason}), weights {info.weight_bytes / 2**20:.0f} MiB "
+                  f"in memory, {info.file_bytes / 2**20:.0f} MiB in the file, context {info.max_model_len} tokens, "
+                  f"ready in {time.monotonic() - start_s:.1f} s; /help lists the commands")
         yield EngineBackend(engine, given)
 
 

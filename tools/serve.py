@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -125,6 +126,7 @@ async def serve(args: argparse.Namespace, listener: socket.socket, signals: Sign
         settings["served_model_name"] = tuple(args.served_model_name)
     try:
         async with (engine_factory or Engine.start)(args.model, progress=log.info, **settings) as engine:
+            gc.enable()
             signals.expect_stop()
             service.serve(engine)
             _log_answers(service)
@@ -213,7 +215,11 @@ def run(argv: Sequence[str], engine_factory: EngineFactory | None = None) -> int
     host, port = listener.getsockname()[:2]
     log.info("listening on %s://%s:%d; loading %s", "http" if args.ssl_certfile is None else "https",
              f"[{host}]" if ":" in host else host, port, args.model)
-    return asyncio.run(serve(args, listener, signals, engine_factory))
+    gc.disable()                            # what a start makes stays: to look for garbage would take a tenth of it
+    try:
+        return asyncio.run(serve(args, listener, signals, engine_factory))
+    finally:
+        gc.enable()
 
 
 def main() -> int:

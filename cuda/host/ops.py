@@ -137,7 +137,8 @@ class HostOps:
                 attn_norm=vector(layer.attn_norm), qkv=linear(layer.qkv), o=linear(layer.o),
                 ffn_norm=vector(layer.ffn_norm), gate_up=linear(layer.gate_up), down=linear(layer.down),
                 q_norm=vector(layer.q_norm), k_norm=vector(layer.k_norm),
-                attn_post_norm=vector(layer.attn_post_norm), ffn_post_norm=vector(layer.ffn_post_norm))
+                attn_post_norm=vector(layer.attn_post_norm), ffn_post_norm=vector(layer.ffn_post_norm),
+                sinks=vector(layer.sinks))
 
         layers = []
         for number, stored in enumerate(weights.layers):
@@ -156,7 +157,7 @@ class HostOps:
         """Now, not in the first step."""
         begin_s, addresses = time.perf_counter(), {}
         for number, kernel in enumerate(kernels):
-            self._start_up.step(f"compiling for this processor, once: kernel {number + 1} of {len(kernels)}")
+            self._start_up.step(f"compiling for this processor, once: {kernel.name}, {number + 1} of {len(kernels)}")
             addresses[kernel.name] = kernel.address
         log.debug("kernels at %s", addresses)
         log.info("%d kernels ready in %.1f s; %d threads", len(kernels), time.perf_counter() - begin_s,
@@ -374,8 +375,9 @@ class HostOps:
                            cache.keys.shape[-1], cache.values.shape[-1])
 
     def attend(self, qkv: Floats, cache: HostKVCache, layer: int, block_table: Ints, scale: float,
-               window: int | None, softcap: float | None) -> Floats:
+               window: int | None, softcap: float | None, sinks: Floats | None) -> Floats:
         spec, batch = self.spec, self._batch
+        assert sinks is None or sinks.shape == (spec.num_heads,), f"sinks of shape {sinks.shape}, one a head is needed"
         group_size = spec.num_heads // spec.num_kv_heads
         max_keys = block_table.shape[1] * BLOCK_SIZE
         if self._runs is None:
@@ -385,6 +387,7 @@ class HostOps:
         window = window or NO_WINDOW
         tables, table_stride = self._ints(block_table, cache.num_blocks, "block ids")
         address, stride = self._place(qkv)
+        sinks_address = 0 if sinks is None else self._place(sinks)[0]
         y, y_address, y_stride = self._new(len(qkv), spec.num_heads * spec.head_dim)
         runs, items = self._runs, len(self._runs) * spec.num_kv_heads * -(-group_size // MAX_ROWS)
         # Of the window's keys and the run's own positions, wherever the splits lie.
@@ -397,10 +400,11 @@ class HostOps:
         self._commands.add(ATTEND[cache.kind], items * max_splits, 1, address, stride, y_address, y_stride,
                            cache.key_addresses[layer], cache.value_addresses[layer], tables, table_stride, runs.address,
                            spec.num_kv_heads, group_size, spec.head_dim, window, score_stride(), cache.keys.shape[-1],
-                           cache.values.shape[-1], partials, max_splits, scale, softcap or 0.0)
+                           cache.values.shape[-1], partials, max_splits, sinks_address, scale, softcap or 0.0)
         if partials:
             self._commands.add(MERGE_SPLITS, items, self._share(items), y_address, y_stride, runs.address,
-                               spec.num_kv_heads, group_size, spec.head_dim, window, partials, max_splits)
+                               spec.num_kv_heads, group_size, spec.head_dim, window, partials, max_splits,
+                               sinks_address)
         return y
 
     def gated(self, gate_up: Floats, activation: str) -> Floats:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import json
 import os
@@ -36,6 +37,7 @@ def chat(*argv: str, stdin: bytes = b"") -> tuple[int, bytes, str]:
         for name, stream in zip(("stdin", "stdout", "stderr"), streams, strict=True):
             patch.setattr(sys, name, stream)
         code = run(argv, engine_factory=scripted_factory)
+        assert gc.isenabled()               # whatever became of the start
         for stream in streams[1:]:
             stream.flush()
     out, err = buffers[1].getvalue(), buffers[2].getvalue()
