@@ -34,7 +34,8 @@ class Transformer:
             ops.rope(qkv, batch.positions, layer.rope, weights.q_norm, weights.k_norm, spec.norm_eps)
             ops.store_kv(qkv, caches[group], layer_in_group, batch.slot_mapping[group])
             attended = ops.attend(qkv, caches[group], layer_in_group, batch.block_tables[group],
-                                  spec.attention_scale, layer.window, spec.attention_softcap)       # [T, H D]
+                                  spec.attention_scale, layer.window, spec.attention_softcap,
+                                  weights.sinks)                                                    # [T, H D]
             block_output = ops.all_reduce(ops.linear(attended, weights.o))                          # [T, C]
             if weights.attn_post_norm is not None:
                 block_output = ops.rms_norm(block_output, weights.attn_post_norm, spec.norm_eps)

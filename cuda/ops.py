@@ -132,8 +132,13 @@ class Ops(Protocol):
         ...
 
     def attend(self, qkv: Array, cache: Array, layer: int, block_table: Ints, scale: float,
-               window: int | None, softcap: float | None) -> Array:
-        """Causal attention of each row i over its own sequence's cached keys j, 0 <= i - j (< window). -> [T, H D]"""
+               window: int | None, softcap: float | None, sinks: Array | None) -> Array:
+        """Causal attention of each row i over its own sequence's cached keys j, 0 <= i - j (< window). -> [T, H D]
+
+        softcap: scores become cap * tanh(score / cap). sinks float32 [H]: of each head one more score that takes part
+        in the softmax, neither scaled nor capped, and has no key and no value; a head may thus look at nothing.
+        Source: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card" (arXiv 2508.10925), on the architecture.
+        """
         ...
 
     def gated(self, gate_up: Array, activation: str) -> Array:

@@ -189,7 +189,7 @@ class ReferenceOps:
         cache.write((layer, 1, block, slice(None), offset), v)
 
     def attend(self, qkv: Floats, cache: ReferenceKVCache, layer: int, block_table: Ints, scale: float,
-               window: int | None, softcap: float | None) -> Floats:
+               window: int | None, softcap: float | None, sinks: Floats | None) -> Floats:
         spec, batch = self.spec, self.batch
         group_size = spec.num_heads // spec.num_kv_heads
         out = np.empty((len(qkv), spec.num_heads, spec.head_dim), np.float32)                   # [T, H, D]
@@ -207,8 +207,10 @@ class ReferenceOps:
                     scores = np.ascontiguousarray(keys[:, kv_head]) @ queries[row, head].astype(np.float64) * scale
                     if softcap is not None:
                         scores = softcap * np.tanh(scores / softcap)
-                    weights = np.exp(scores - scores.max())
-                    out[row, head] = weights / weights.sum() @ np.ascontiguousarray(values[:, kv_head])
+                    largest = scores.max() if sinks is None else max(scores.max(), float(sinks[head]))
+                    weights = np.exp(scores - largest)
+                    total = weights.sum() if sinks is None else weights.sum() + np.exp(float(sinks[head]) - largest)
+                    out[row, head] = weights / total @ np.ascontiguousarray(values[:, kv_head])
         return out.reshape(len(qkv), -1)                                                        # [T, H D]
 
     def gated(self, gate_up: Floats, activation: str) -> Floats:

@@ -144,7 +144,7 @@ class Bench:
         def work() -> None:
             for index in range(num_layers):
                 self.ops.attend(qkv, self.caches[group], index, batch.block_tables[group], spec.attention_scale,
-                                layer.window, spec.attention_softcap)
+                                layer.window, spec.attention_softcap, self.prepared.layers[0].sinks)
 
         seconds = self.time(batch, work) / num_layers
         keys = context if layer.window is None else min(context, layer.window + length)

@@ -36,6 +36,7 @@ class LayerWeights:
     k_norm: Vector | None = None            # [D]
     attn_post_norm: Vector | None = None    # [C]
     ffn_post_norm: Vector | None = None     # [C]
+    sinks: Vector | None = None             # [H]: a score of each head that joins the softmax and has no value
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,6 +106,7 @@ _GGUF_LAYER = {
     "ffn_norm": "blk.{}.ffn_norm.weight",
     "gate": "blk.{}.ffn_gate.weight", "up": "blk.{}.ffn_up.weight", "down": "blk.{}.ffn_down.weight",
     "ffn_post_norm": "blk.{}.post_ffw_norm.weight",
+    "sinks": "blk.{}.attn_sinks.weight",
 }
 _HF_TOP = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
 _HF_LAYER = {
@@ -117,6 +119,7 @@ _HF_LAYER = {
     "ffn_norm": "model.layers.{}.post_attention_layernorm.weight",
     "gate": "model.layers.{}.mlp.gate_proj.weight", "up": "model.layers.{}.mlp.up_proj.weight",
     "down": "model.layers.{}.mlp.down_proj.weight",
+    "sinks": "model.layers.{}.self_attn.sinks",
 }
 # NOTE: with norms after attention and FFN, "post_attention" really is one; elsewhere it is the norm before the FFN.
 _HF_POST_NORM_LAYER = _HF_LAYER | {
@@ -150,6 +153,8 @@ def _load(source: Gguf | Checkpoint, spec: ModelSpec) -> ModelWeights:
     top = _GGUF_TOP if is_gguf else _HF_TOP
     layer_names = _GGUF_LAYER if is_gguf else _HF_POST_NORM_LAYER if spec.post_norms else _HF_LAYER
     layer_shapes = _layer_shapes(spec)
+    if layer_names["sinks"].format(0) in source.shapes:     # no field of either format says so
+        layer_shapes["sinks"] = (spec.num_heads,)
     expected = {
         top["embed"]: (spec.vocab_size, spec.hidden_size),
         top["norm"]: (spec.hidden_size,),
@@ -194,6 +199,7 @@ def _load(source: Gguf | Checkpoint, spec: ModelSpec) -> ModelWeights:
             k_norm=vectors.get("k_norm"),
             attn_post_norm=vectors.get("attn_post_norm"),
             ffn_post_norm=vectors.get("ffn_post_norm"),
+            sinks=vectors.get("sinks"),
         )
 
     embed = source.weight(top["embed"])

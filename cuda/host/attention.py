@@ -1,4 +1,4 @@
-"""Causal attention over the paged KV cache, ragged rows, grouped queries, window and soft cap.
+"""Causal attention over the paged KV cache, ragged rows, grouped queries, window, soft cap and sinks.
 
 An item is a run of positions of one sequence for the query heads of one kv head: together at most MAX_ROWS rows, which
 read each key and value once, as they are stored: the codes of int8 go into the sums as they are, and a token's scales
@@ -9,6 +9,7 @@ Keys are taken in splits of SPLIT_KEYS, cut at absolute positions: scores of a s
 softmax over them, the weighted sum of values. What is known of a row is folded split by split, in their order. Either
 one item does that, or, where there are too few of them for the threads, an item is one split, its results go to memory
 and a second command folds them: the same sums in the same order, so that a row's bits do not depend on which it was.
+A head's sink, a score without a value, joins when a row is written, after its last split.
 """
 from __future__ import annotations
 
@@ -161,14 +162,23 @@ def clear(known: int) -> None:
 
 @inner
 def write_rows(out: int, out_stride: int, first_row: int, first_head: int, heads: int, rows: int, head_dim: int,
-               row_bytes: int, known: int) -> None:
-    """What is known of the rows is all: sums over totals."""
+               row_bytes: int, known: int, sinks: int) -> None:
+    """What is known of the rows is all: sums over totals. sinks: float32 of each query head; 0: none."""
     for row in range(rows):
-        target = out + (first_row + row // heads) * out_stride + (first_head + row % heads) * head_dim * 4
+        head = first_head + row % heads
+        target = out + (first_row + row // heads) * out_stride + head * head_dim * 4
         total = splat(load_f32(known + VECTOR_BYTES + 4 * row))
         sums = known + 2 * VECTOR_BYTES + row * row_bytes
+        if sinks == 0:
+            for d in range(0, head_dim, LANES):
+                store_up_to(target + 4 * d, load(sums + 4 * d) / total, head_dim - d)
+            continue
+        largest, sink = splat(load_f32(known + 4 * row)), splat(load_f32(sinks + 4 * head))
+        top = maximum(sink, largest)
+        factor = exp(largest - top)
+        total = total * factor + exp(sink - top)
         for d in range(0, head_dim, LANES):
-            store_up_to(target + 4 * d, load(sums + 4 * d) / total, head_dim - d)
+            store_up_to(target + 4 * d, load(sums + 4 * d) * factor / total, head_dim - d)
 
 
 @inner
@@ -185,7 +195,8 @@ def attend(tile: Any, kind: int, arguments: int, first: int, last: int, scratch:
     window, score_bytes = word(arguments, 12), word(arguments, 13)
     key_bytes, value_bytes = word(arguments, 14), word(arguments, 15)
     partials, max_splits = word(arguments, 16), word(arguments, 17)
-    scale, softcap = real(arguments, 18), real(arguments, 19)
+    sinks = word(arguments, 18)
+    scale, softcap = real(arguments, 19), real(arguments, 20)
 
     columns = (head_dim + LANES - 1) // LANES * LANES
     row_bytes = (head_dim + 31) // 32 * 32 * 4
@@ -274,14 +285,15 @@ def attend(tile: Any, kind: int, arguments: int, first: int, last: int, scratch:
                 fold(rows, head_dim, row_bytes, folded, own)
 
         if partials == 0:
-            write_rows(out, out_stride, first_row, first_head, heads, rows, head_dim, row_bytes, folded)
+            write_rows(out, out_stride, first_row, first_head, heads, rows, head_dim, row_bytes, folded, sinks)
 
 
 def merge_splits(arguments: int, first: int, last: int, scratch: int) -> None:
     """Item: as of `attend` without `partials`. Folds what its splits left there."""
     out, out_stride, runs = word(arguments, 0), word(arguments, 1), word(arguments, 2)
     num_kv_heads, group_size, head_dim = word(arguments, 3), word(arguments, 4), word(arguments, 5)
-    window, partials, max_splits = word(arguments, 6), word(arguments, 7), word(arguments, 8)
+    window, partials = word(arguments, 6), word(arguments, 7)
+    max_splits, sinks = word(arguments, 8), word(arguments, 9)
     row_bytes = (head_dim + 31) // 32 * 32 * 4
     known_bytes = 2 * VECTOR_BYTES + MAX_ROWS * row_bytes
     num_parts = (group_size + MAX_ROWS - 1) // MAX_ROWS
@@ -297,7 +309,7 @@ def merge_splits(arguments: int, first: int, last: int, scratch: int) -> None:
         clear(scratch)
         for split in range(num_splits):
             fold(rows, head_dim, row_bytes, scratch, partials + (item * max_splits + split) * known_bytes)
-        write_rows(out, out_stride, first_row, first_head, heads, rows, head_dim, row_bytes, scratch)
+        write_rows(out, out_stride, first_row, first_head, heads, rows, head_dim, row_bytes, scratch, sinks)
 
 
 def attend_float32(arguments: int, first: int, last: int, scratch: int) -> None:
@@ -313,6 +325,6 @@ def attend_int8(arguments: int, first: int, last: int, scratch: int) -> None:
 
 
 # By the cache's kind. One each, because tiles take long to compile and an engine uses those of one kind.
-ATTEND = {kind: Kernel(function, "qqqqqqqqqqqqqqqqqqdd")
+ATTEND = {kind: Kernel(function, "qqqqqqqqqqqqqqqqqqqdd")
           for kind, function in ((FLOAT32, attend_float32), (BF16, attend_bf16), (INT8, attend_int8))}
-MERGE_SPLITS = Kernel(merge_splits, "qqqqqqqqq")
+MERGE_SPLITS = Kernel(merge_splits, "qqqqqqqqqq")

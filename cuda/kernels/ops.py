@@ -134,7 +134,8 @@ class KernelOps:
                 attn_norm=vector(layer.attn_norm), qkv=project(layer.qkv), o=project(layer.o),
                 ffn_norm=vector(layer.ffn_norm), gate_up=project(layer.gate_up, spec.activation),
                 down=project(layer.down), q_norm=vector(layer.q_norm), k_norm=vector(layer.k_norm),
-                attn_post_norm=vector(layer.attn_post_norm), ffn_post_norm=vector(layer.ffn_post_norm))
+                attn_post_norm=vector(layer.attn_post_norm), ffn_post_norm=vector(layer.ffn_post_norm),
+                sinks=vector(layer.sinks))
 
         embedding: Any = pack_weight(self.launcher, weights.embed, self.dtype)
         tied = weights.head.parts[0] is weights.embed
@@ -212,16 +213,16 @@ class KernelOps:
                       k_norm, eps, self.spec.num_heads, self.spec.num_kv_heads)
 
     def attend(self, qkv: DeviceArray, cache: DeviceKVCache, layer: int, block_table: DeviceArray, scale: float,
-               window: int | None, softcap: float | None) -> DeviceArray:
+               window: int | None, softcap: float | None, sinks: DeviceArray | None) -> DeviceArray:
         out = self._new(qkv.shape[0], self.spec.num_heads * self.spec.head_dim, self.dtype)
         decode_work, prefill_work = self._work[id(block_table)]
         arrays = self._layer(cache, layer)
         for work in decode_work:
             decode_attention.decode_attention(self.launcher, out, qkv, *arrays, block_table, work, self._partials,
-                                              self._counters, self.spec.num_heads, scale, window, softcap)
+                                              self._counters, self.spec.num_heads, scale, window, softcap, sinks)
         if prefill_work is not None and prefill_work.shape[0]:
             prefill_attention.prefill_attention(self.launcher, out, qkv, *arrays, block_table, prefill_work,
-                                                self.spec.num_heads, scale, window, softcap)
+                                                self.spec.num_heads, scale, window, softcap, sinks)
         return out
 
     def gated(self, gate_up: DeviceArray, activation: str) -> DeviceArray:

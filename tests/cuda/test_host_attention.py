@@ -40,11 +40,12 @@ class Attention:
     """One layer's attention over sequences whose q, k and v are given."""
 
     def __init__(self, ops: Any, heads: int, kv_heads: int, head_dim: int, window: int | None = None,
-                 softcap: float | None = None, dtype: KVDtype = "float32", seed: int = 0) -> None:
+                 softcap: float | None = None, dtype: KVDtype = "float32", seed: int = 0,
+                 sinks: Floats | None = None) -> None:
         self.ops = ops
         self.spec = make_spec(16, heads, kv_heads, head_dim)
         prepare(ops, self.spec)
-        self.window, self.softcap = window, softcap
+        self.window, self.softcap, self.sinks = window, softcap, sinks
         self.cache = ops.allocate_kv(kv_group(2, kv_heads, head_dim, window), NUM_BLOCKS, dtype)
         width = (heads + 2 * kv_heads) * head_dim
         self.qkv = [random_floats(seed + i, length, width) for i, length in enumerate(LENGTHS)]
@@ -57,7 +58,7 @@ class Attention:
         self.ops.begin(batch)
         self.ops.store_kv(qkv, self.cache, 1, batch.slot_mapping[0])
         out = self.ops.attend(qkv, self.cache, 1, batch.block_tables[0], self.spec.attention_scale, self.window,
-                              self.softcap)
+                              self.softcap, self.sinks)
         self.ops.finish()
         return np.split(np.array(out), batch.query_start_loc[1:-1])
 
@@ -207,9 +208,9 @@ def test_numbers_are_checked_before_native_code_sees_them() -> None:
         ops.begin(batch)
         qkv = attention.qkv[5]
         with pytest.raises(AssertionError, match="block ids outside"):
-            ops.attend(qkv, attention.cache, 0, outside[5:6], 1.0, None, None)
+            ops.attend(qkv, attention.cache, 0, outside[5:6], 1.0, None, None, None)
         with pytest.raises(AssertionError, match="70 keys in 4 blocks"):
-            ops.attend(qkv, attention.cache, 0, np.ascontiguousarray(outside[5:6, :4]), 1.0, None, None)
+            ops.attend(qkv, attention.cache, 0, np.ascontiguousarray(outside[5:6, :4]), 1.0, None, None, None)
 
 
 @dtypes
@@ -222,7 +223,7 @@ def test_inputs_are_left_alone(dtype: KVDtype) -> None:
         qkv = np.concatenate(attention.qkv)
         batch = make_batch([(0, length) for length in LENGTHS], attention.tables)
         ops.begin(batch)
-        ops.attend(qkv, attention.cache, 1, batch.block_tables[0], 1.0, None, None)
+        ops.attend(qkv, attention.cache, 1, batch.block_tables[0], 1.0, None, None, None)
         ops.finish()
         np.testing.assert_array_equal(attention.cache.keys, keys)
         np.testing.assert_array_equal(attention.cache.values, values)
@@ -240,8 +241,8 @@ class LongAttention(Attention):
     LENGTH = 2 * SPLIT_KEYS + 70
 
     def __init__(self, ops: Any, heads: int, kv_heads: int, head_dim: int, window: int | None = None,
-                 dtype: KVDtype = "float32") -> None:
-        super().__init__(ops, heads, kv_heads, head_dim, window, dtype=dtype)
+                 dtype: KVDtype = "float32", sinks: Floats | None = None) -> None:
+        super().__init__(ops, heads, kv_heads, head_dim, window, dtype=dtype, sinks=sinks)
         self.qkv = [random_floats(1, self.LENGTH, (heads + 2 * kv_heads) * head_dim)]
         self.tables = tables(1, 1, NUM_BLOCKS - 1)
 

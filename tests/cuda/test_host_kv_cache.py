@@ -176,7 +176,7 @@ def attended(ops: Ops, cache: object, block: int, qkv: Floats) -> Floats:
     """What a row sees that has position 15 of a sequence of one block."""
     batch = make_batch([(BLOCK_SIZE - 1, BLOCK_SIZE)], np.full((1, 1), block, np.int32))
     ops.begin(batch)
-    out = ops.attend(qkv, cache, 1, batch.block_tables[0], 0.25, None, None)
+    out = ops.attend(qkv, cache, 1, batch.block_tables[0], 0.25, None, None, None)
     ops.finish()
     return np.array(out)
 
