@@ -22,13 +22,13 @@ from actors.output import merge
 from actors.sampling_params import ParameterError, SamplingParams
 from api.connections import Connection, connection_of
 from api.dialect import REQUEST_ID
-from api.engine import Engine, EngineBusy, EngineDead, PromptInput, RequestFailed
 from api.errors import ApiError, aborted, bad_parameter, internal_error, queue_full, timed_out
 from api.guard import TENANT
-from api.metrics import CompletionTimer, Metrics, PromptMeter
+from api.metrics import CompletionTimer, Counts, PromptMeter
 from api.schemas import ParsedModel, parse
 from api.service import UNKNOWN_FIELDS, Service, service_of
 from api.sse import ClientGone, deliver_merged, until_client_goes
+from api.surface import EngineBusy, EngineDead, EngineSurface, PromptInput, RequestFailed
 from api.timings import Times
 
 log = logging.getLogger("troupe.api")
@@ -125,7 +125,7 @@ async def parse_body(request: Request, schema: type[Body]) -> Body:
 class Reply:
     """Runs the generations and sends their answer. When the client goes, all of them are aborted, waiting ones too."""
 
-    def __init__(self, service: Service, engine: Engine, generations: Sequence[Generation], writer: Writer,
+    def __init__(self, service: Service, engine: EngineSurface, generations: Sequence[Generation], writer: Writer,
                  stream: bool) -> None:
         arrival_s = time.monotonic()
         self._service = service
@@ -134,7 +134,7 @@ class Reply:
         self._writer = writer
         self._stream = stream
         self._tells_times = writer.wants_metrics or service.config.per_request_metrics
-        self._timers = _timers(service.metrics, arrival_s, generations)
+        self._timers = _timers(service.counts, arrival_s, generations)
         # Those of one request are let into the queue together or not at all.
         self._family: dict[str, Any] = {} if len(generations) == 1 else {
             "parent_id": uuid.uuid4().hex, "num_children": len(generations)}
@@ -314,7 +314,7 @@ class Reply:
             return bad_parameter(error)
         if isinstance(error, EngineBusy):
             self._end_timers(None)
-            self._service.metrics.reject(error.limit)
+            self._service.counts.num_rejected[error.limit] += 1
             return queue_full(str(error), error.retry_after_s)
         if isinstance(error, TimeoutError) and self._limit is not None and self._limit.expired():
             self._end_timers("abort")
@@ -330,13 +330,13 @@ class Reply:
             timer.end(reason)
 
 
-def _timers(metrics: Metrics, arrival_s: float, generations: Sequence[Generation]) -> list[CompletionTimer]:
+def _timers(counts: Counts, arrival_s: float, generations: Sequence[Generation]) -> list[CompletionTimer]:
     """One for each; those of one prompt share its meter."""
     by_field: dict[str, list[Generation]] = {}
     for generation in generations:
         by_field.setdefault(generation.where, []).append(generation)
-    meters = {where: PromptMeter(metrics, len(same)) for where, same in by_field.items()}
-    return [CompletionTimer(metrics, meters[generation.where], arrival_s, generation.sampling.max_tokens)
+    meters = {where: PromptMeter(counts, len(same)) for where, same in by_field.items()}
+    return [CompletionTimer(counts, meters[generation.where], arrival_s, generation.sampling.max_tokens)
             for generation in generations]
 
 

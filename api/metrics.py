@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -18,8 +20,10 @@ from prometheus_client.registry import Collector
 from actors.messages import TextDelta, Usage
 from actors.policy.kv_group import BLOCK_SIZE
 from actors.policy.stats import REQUEST_BUCKETS_S, Histogram
-from api.engine import Engine, EngineStats
 from api.timings import Timings
+
+if TYPE_CHECKING:
+    from api.engine import Engine, EngineStats
 
 TTFT_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
                   40.0, 80.0, 160.0, 640.0, 2560.0)
@@ -33,35 +37,54 @@ ENGINE = "0"                                    # vLLM numbers the engines behin
 REJECTIONS = {"max_queued_requests": "max_num_queued_reqs", "max_queued_tokens": "max_num_queued_tokens"}  # vLLM's
 
 
-class Metrics(Collector):
-    """One served model's metrics, in a registry of their own. Used in the server's event loop."""
+def _histogram(bounds: tuple[float, ...]) -> Histogram:
+    histogram: Histogram = field(default_factory=lambda: Histogram(bounds))
+    return histogram
 
-    def __init__(self, engine: Engine) -> None:
+
+@dataclass(slots=True)
+class Counts:
+    """What a server's clients saw. Filled in its event loop."""
+    time_to_first_token_s: Histogram = _histogram(TTFT_BUCKETS_S)
+    inter_token_latency_s: Histogram = _histogram(TOKEN_BUCKETS_S)
+    time_per_output_token_s: Histogram = _histogram(TOKEN_BUCKETS_S)
+    e2e_latency_s: Histogram = _histogram(REQUEST_BUCKETS_S)
+    num_prompt_tokens: Histogram = _histogram(COUNT_BUCKETS)
+    num_generation_tokens: Histogram = _histogram(COUNT_BUCKETS)
+    num_computed_prompt_tokens: Histogram = _histogram(COUNT_BUCKETS)
+    max_tokens: Histogram = _histogram(COUNT_BUCKETS)
+    num_choices: Histogram = _histogram(CHOICE_BUCKETS)
+    longest: Histogram = _histogram(COUNT_BUCKETS)
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    num_finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("stop", "length", "abort", "error"), 0))
+    num_rejected: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REJECTIONS, 0))  # by setting
+
+    def add(self, other: Counts) -> None:
+        """What the clients of another server saw."""
+        for name in self.__slots__:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if isinstance(mine, Histogram):
+                mine.add(theirs)
+            elif isinstance(mine, dict):
+                for key, count in theirs.items():
+                    mine[key] += count
+            else:
+                setattr(self, name, mine + theirs)
+
+
+class Metrics(Collector):
+    """One served model's metrics, in a registry of their own."""
+
+    def __init__(self, engine: Engine, counts: Counts | None = None) -> None:
         self._engine = engine
-        self.time_to_first_token_s = Histogram(TTFT_BUCKETS_S)
-        self.inter_token_latency_s = Histogram(TOKEN_BUCKETS_S)
-        self.time_per_output_token_s = Histogram(TOKEN_BUCKETS_S)
-        self.e2e_latency_s = Histogram(REQUEST_BUCKETS_S)
-        self.num_prompt_tokens = Histogram(COUNT_BUCKETS)
-        self.num_generation_tokens = Histogram(COUNT_BUCKETS)
-        self.num_computed_prompt_tokens = Histogram(COUNT_BUCKETS)
-        self.max_tokens = Histogram(COUNT_BUCKETS)
-        self.num_choices = Histogram(CHOICE_BUCKETS)
-        self.longest = Histogram(COUNT_BUCKETS)
-        self.prompt_tokens = 0
-        self.cached_prompt_tokens = 0
-        self.num_finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
-        self._num_rejected = dict.fromkeys(REJECTIONS, 0)
+        self._counts = counts or Counts()
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
-
-    def reject(self, limit: str) -> None:
-        """The queue took no more, because of this limit of `EngineConfig`."""
-        self._num_rejected[limit] += 1
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats()
@@ -93,11 +116,11 @@ class Metrics(Collector):
         yield startup
 
     def _counters(self, stats: EngineStats) -> Iterator[Metric]:
-        model_name = self._engine.info.model
+        model_name, counts = self._engine.info.model, self._counts
         for name, text, value in (
-                ("prompt_tokens", "Tokens of prompts that got a first token, computed or cached", self.prompt_tokens),
+                ("prompt_tokens", "Tokens of prompts that got a first token, computed or cached", counts.prompt_tokens),
                 ("prompt_tokens_cached", "Of these, what every completion of the prompt found in the prefix cache",
-                 self.cached_prompt_tokens),
+                 counts.cached_prompt_tokens),
                 ("generation_tokens", "Tokens generated", stats.generation_tokens),
                 ("prefix_cache_queries", "Prompt tokens of sequences that entered, looked for in the prefix cache",
                  stats.prefix_cache_queries),
@@ -114,12 +137,12 @@ class Metrics(Collector):
             yield counter
         success = CounterMetricFamily("troupe:request_success", "Completions by how they ended",
                                       labels=[*LABELS, "finished_reason"])
-        for reason, count in self.num_finished.items():
+        for reason, count in counts.num_finished.items():
             success.add_metric([model_name, ENGINE, reason], count)
         yield success
         rejections = CounterMetricFamily("troupe:admission_rejections", "Requests answered with 429, by the limit",
                                          labels=[*LABELS, "reason"])
-        for limit, count in self._num_rejected.items():
+        for limit, count in counts.num_rejected.items():
             rejections.add_metric([model_name, ENGINE, REJECTIONS[limit]], count)
         yield rejections
 
@@ -131,13 +154,13 @@ class Metrics(Collector):
                    stats.device_prefix_lookups_agreeing)
 
     def _histograms(self, stats: EngineStats) -> Iterator[Metric]:
-        engine, model_name = stats.histograms, self._engine.info.model
+        engine, counts, model_name = stats.histograms, self._counts, self._engine.info.model
         for name, text, histogram in (
-                ("time_to_first_token_seconds", "Arrival to first token", self.time_to_first_token_s),
-                ("inter_token_latency_seconds", "Gaps between a completion's tokens", self.inter_token_latency_s),
+                ("time_to_first_token_seconds", "Arrival to first token", counts.time_to_first_token_s),
+                ("inter_token_latency_seconds", "Gaps between a completion's tokens", counts.inter_token_latency_s),
                 ("request_time_per_output_token_seconds", "Mean gap between the tokens of a completion",
-                 self.time_per_output_token_s),
-                ("e2e_request_latency_seconds", "Arrival to last token", self.e2e_latency_s),
+                 counts.time_per_output_token_s),
+                ("e2e_request_latency_seconds", "Arrival to last token", counts.e2e_latency_s),
                 ("request_queue_time_seconds", "Encoded prompt to its first place in a step", engine.queue_s),
                 ("request_prefill_time_seconds", "First place in a step to first token", engine.prefill_s),
                 ("request_decode_time_seconds", "First to last token", engine.decode_s),
@@ -145,14 +168,14 @@ class Metrics(Collector):
                 ("request_num_preemptions", "How often a completion that ended had been preempted",
                  engine.num_preemptions),
                 ("iteration_tokens_total", "Tokens of a step", engine.step_tokens),
-                ("request_prompt_tokens", "Prompt tokens of a completion", self.num_prompt_tokens),
+                ("request_prompt_tokens", "Prompt tokens of a completion", counts.num_prompt_tokens),
                 ("request_prefill_kv_computed_tokens", "Prompt tokens of a completion that no cache had",
-                 self.num_computed_prompt_tokens),
-                ("request_generation_tokens", "Generated tokens of a completion", self.num_generation_tokens),
+                 counts.num_computed_prompt_tokens),
+                ("request_generation_tokens", "Generated tokens of a completion", counts.num_generation_tokens),
                 ("request_max_num_generation_tokens", "Generated tokens of the longest completion of a prompt",
-                 self.longest),
-                ("request_params_n", "Completions asked for of a prompt", self.num_choices),
-                ("request_params_max_tokens", "max_tokens, where a request or a default sets it", self.max_tokens)):
+                 counts.longest),
+                ("request_params_n", "Completions asked for of a prompt", counts.num_choices),
+                ("request_params_max_tokens", "max_tokens, where a request or a default sets it", counts.max_tokens)):
             family = HistogramMetricFamily(f"troupe:{name}", text, labels=LABELS)
             family.add_metric([model_name, ENGINE], _buckets(histogram), histogram.total)
             yield family
@@ -166,10 +189,10 @@ def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
 
 class PromptMeter:
     """What the completions of one prompt have in common."""
-    __slots__ = ("_longest", "_metrics", "_num_cached", "_num_choices", "_num_left", "_num_waiting")
+    __slots__ = ("_longest", "_counts", "_num_cached", "_num_choices", "_num_left", "_num_waiting")
 
-    def __init__(self, metrics: Metrics, num_choices: int) -> None:
-        self._metrics = metrics
+    def __init__(self, counts: Counts, num_choices: int) -> None:
+        self._counts = counts
         self._num_choices = self._num_left = self._num_waiting = num_choices
         self._num_cached: int | None = None     # what each completion that began has found, at the least
         self._longest = 0
@@ -177,7 +200,7 @@ class PromptMeter:
     def begin(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         """One of them has its first token."""
         if self._num_cached is None:
-            self._metrics.prompt_tokens += num_prompt_tokens
+            self._counts.prompt_tokens += num_prompt_tokens
             self._num_cached = num_cached_tokens
         self._num_cached = min(self._num_cached, num_cached_tokens)
         self._wait_no_more()
@@ -190,23 +213,23 @@ class PromptMeter:
         # NOTE: who computes the prompt and who finds it computed is no matter of their order here.
         self._num_waiting -= 1
         if self._num_waiting == 0 and self._num_cached is not None:
-            self._metrics.cached_prompt_tokens += self._num_cached
+            self._counts.cached_prompt_tokens += self._num_cached
 
     def finish(self, num_tokens: int) -> None:
         """One of them has all its tokens."""
         self._longest = max(self._longest, num_tokens)
         self._num_left -= 1
         if self._num_left == 0:
-            self._metrics.num_choices.observe(self._num_choices)
-            self._metrics.longest.observe(self._longest)
+            self._counts.num_choices.observe(self._num_choices)
+            self._counts.longest.observe(self._longest)
 
 
 class CompletionTimer:
     """Times one completion by its deltas, of which the first, that it is admitted, has no token."""
-    __slots__ = ("_ended", "_has_begun", "_max_tokens", "_metrics", "_num_prompt_tokens", "_prompt", "timings")
+    __slots__ = ("_ended", "_has_begun", "_max_tokens", "_counts", "_num_prompt_tokens", "_prompt", "timings")
 
-    def __init__(self, metrics: Metrics, prompt: PromptMeter, arrival_s: float, max_tokens: int | None) -> None:
-        self._metrics = metrics
+    def __init__(self, counts: Counts, prompt: PromptMeter, arrival_s: float, max_tokens: int | None) -> None:
+        self._counts = counts
         self._prompt = prompt
         self._max_tokens = max_tokens
         self.timings = Timings(arrival_s)       # time.monotonic()
@@ -214,7 +237,7 @@ class CompletionTimer:
         self._has_begun = self._ended = False
 
     def observe(self, delta: TextDelta) -> None:
-        metrics, timings, num_new, now_s = self._metrics, self.timings, len(delta.token_ids), time.monotonic()
+        counts, timings, num_new, now_s = self._counts, self.timings, len(delta.token_ids), time.monotonic()
         if delta.prompt_token_ids:
             self._num_prompt_tokens = len(delta.prompt_token_ids)
         if delta.queued_entered_s is not None:
@@ -223,10 +246,10 @@ class CompletionTimer:
             if timings.last_s is None:
                 timings.first_s = now_s
                 self._begin(delta.num_cached_tokens or 0)
-                metrics.time_to_first_token_s.observe(now_s - timings.arrival_s)
+                counts.time_to_first_token_s.observe(now_s - timings.arrival_s)
             else:
                 # Tokens that came in one delta share its gap.
-                metrics.inter_token_latency_s.observe((now_s - timings.last_s) / num_new, num_new)
+                counts.inter_token_latency_s.observe((now_s - timings.last_s) / num_new, num_new)
             timings.last_s = now_s
             timings.num_tokens += num_new
         if delta.finish is not None:
@@ -240,18 +263,18 @@ class CompletionTimer:
         self._prompt.begin(self._num_prompt_tokens, num_cached_tokens)
 
     def _finish(self, usage: Usage | None, now_s: float) -> None:
-        metrics, timings = self._metrics, self.timings
-        metrics.e2e_latency_s.observe(now_s - timings.arrival_s)
-        metrics.num_generation_tokens.observe(timings.num_tokens)
+        counts, timings = self._counts, self.timings
+        counts.e2e_latency_s.observe(now_s - timings.arrival_s)
+        counts.num_generation_tokens.observe(timings.num_tokens)
         self._prompt.finish(timings.num_tokens)
         if timings.num_tokens > 1 and timings.first_s is not None and timings.last_s is not None:
             gaps_s = timings.last_s - timings.first_s
-            metrics.time_per_output_token_s.observe(gaps_s / (timings.num_tokens - 1))
+            counts.time_per_output_token_s.observe(gaps_s / (timings.num_tokens - 1))
         if self._max_tokens is not None:
-            metrics.max_tokens.observe(self._max_tokens)
+            counts.max_tokens.observe(self._max_tokens)
         if usage is not None:
-            metrics.num_prompt_tokens.observe(usage.num_prompt_tokens)
-            metrics.num_computed_prompt_tokens.observe(usage.num_prompt_tokens - usage.num_cached_tokens)
+            counts.num_prompt_tokens.observe(usage.num_prompt_tokens)
+            counts.num_computed_prompt_tokens.observe(usage.num_prompt_tokens - usage.num_cached_tokens)
 
     def end(self, reason: str | None) -> None:
         """Count how it ended, once: stop, length, abort or error; None: it was refused."""
@@ -261,4 +284,4 @@ class CompletionTimer:
         if not self._has_begun:
             self._prompt.end_without_token()
         if reason is not None:
-            self._metrics.num_finished[reason] += 1
+            self._counts.num_finished[reason] += 1

@@ -6,15 +6,20 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
 from api.answers.choice import AnswerFormats, answer_formats
 from api.answers.formats import AUTO
-from api.engine import Engine
+from api.doors import Doors, OneDoor
 from api.errors import ApiError, engine_dead, shutting_down
 from api.guard import ApiKeys
-from api.metrics import Metrics
+from api.metrics import Counts
+from api.surface import EngineSurface
+
+if TYPE_CHECKING:
+    from api.engine import Engine
 
 # In a request's scope: names of the body's, if there are any; for the answer's Warning header.
 UNKNOWN_FIELDS = "troupe.unknown_fields"
@@ -37,11 +42,13 @@ class DoorConfig:
 class Service:
     """Used in the server's event loop. `serve` follows the engine's start, `drain` goes before its end."""
 
-    def __init__(self, config: DoorConfig | None = None) -> None:
+    def __init__(self, config: DoorConfig | None = None, created_s: int | None = None) -> None:
+        """created_s: since when its models are there, by the clock; None: now."""
         self.config = config or DoorConfig()
-        self.created_s = int(time.time())
-        self._engine: Engine | None = None
-        self._metrics: Metrics | None = None
+        self.created_s = int(time.time()) if created_s is None else created_s
+        self._engine: EngineSurface | None = None
+        self._doors: Doors | None = None
+        self.counts = Counts()
         self._answers: AnswerFormats | None = None
         self._draining = False
         self.num_open = 0
@@ -49,8 +56,13 @@ class Service:
         self._drained = asyncio.Event()
 
     def serve(self, engine: Engine) -> None:
-        self._engine = engine
-        self._metrics = Metrics(engine)
+        """By this door alone."""
+        self.serve_beside(engine, OneDoor(self, engine))
+
+    def serve_beside(self, engine: EngineSurface, doors: Doors) -> None:
+        """By one of its doors."""
+        self._engine, self._doors = engine, doors
+        self.counts = Counts()
         self._answers = answer_formats(engine.info, self.config.tool_call_parser, self.config.reasoning_parser)
 
     @property
@@ -63,11 +75,11 @@ class Service:
         return "ready" if self._engine.dead is None else "dead"
 
     @property
-    def metrics(self) -> Metrics:
+    def doors(self) -> Doors:
         """Raises: ApiError (503) before the engine is there."""
-        if self._metrics is None:
+        if self._doors is None:
             raise ApiError(503, "The model is still being loaded.", code="starting")
-        return self._metrics
+        return self._doors
 
     @property
     def answers(self) -> AnswerFormats:
@@ -76,7 +88,7 @@ class Service:
             raise ApiError(503, "The model is still being loaded.", code="starting")
         return self._answers
 
-    def ready_engine(self) -> Engine:
+    def ready_engine(self) -> EngineSurface:
         """The engine, while it takes requests. Raises: ApiError (503)."""
         if self._draining:
             raise shutting_down()
@@ -119,12 +131,16 @@ class Service:
             if self._draining and self.num_open == 0:
                 self._drained.set()
 
-    def abort(self, tenant: str, name: str) -> int:
-        """End the tenant's open requests of that name. Returns their number."""
-        aborts = tuple(self._aborts.get((tenant, name), ()))
-        for abort in aborts:
-            abort()
-        return len(aborts)
+    def abort(self, tenant: str, names: Iterable[str]) -> list[str]:
+        """End the tenant's open requests of these names. Returns those that were open."""
+        found = []
+        for name in dict.fromkeys(names):
+            aborts = tuple(self._aborts.get((tenant, name), ()))
+            for abort in aborts:
+                abort()
+            if aborts:
+                found.append(name)
+        return found
 
     async def drain(self, timeout_s: float) -> bool:
         """Take no more requests and wait for the open ones. False if some are still open after `timeout_s`."""

@@ -39,9 +39,21 @@ class Histogram:
 
     def copy(self) -> Histogram:
         """As it is now."""
-        same = Histogram(self.bounds)
-        same._counts, same.total = self._counts[:], self.total
-        return same
+        return Histogram.of(self.bounds, self._counts, self.total)
+
+    @staticmethod
+    def of(bounds: Numbers[float], counts: Numbers[int], total: float) -> Histogram:
+        """One that says so."""
+        assert len(counts) == len(bounds) + 1, "the last one is past all bounds"
+        histogram = Histogram(bounds)
+        histogram._counts, histogram.total = list(counts), total
+        return histogram
+
+    def add(self, other: Histogram) -> None:
+        """The values of another one with the same bounds."""
+        assert tuple(self.bounds) == tuple(other.bounds), "they count the same"
+        self._counts = [mine + theirs for mine, theirs in zip(self._counts, other._counts, strict=True)]
+        self.total += other.total
 
 
 def _seconds() -> Histogram:

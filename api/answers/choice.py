@@ -13,7 +13,7 @@ from api.answers.formats import (
 )
 from api.answers.parser import AnswerParser, ReasoningParser
 from api.answers.tool_calls import ToolCallParser, Tools
-from api.engine import EngineInfo
+from api.surface import EngineInfo
 
 PROMPT_END_TOKENS = 16                          # of a prompt, that show whether it begins a thought
 

@@ -7,10 +7,10 @@ from typing import Any
 from actors.sampling_params import ParameterError, SamplingParams, structured_output
 from api.anthropic.blocks import Block, TextBlock, ThinkingBlock, ToolResultBlock, ToolUseBlock
 from api.anthropic.schemas import CountTokensRequest, MessagesRequest
-from api.engine import Engine
 from api.errors import ApiError, bad_parameter
 from api.openai.schemas import ChatRequest
 from api.openai.tool_schemas import FunctionDefinition, NamedTool, Tool, ToolNamed
+from api.surface import EngineSurface
 
 BETWEEN_TURNS = TextBlock(type="text", text="\n\n")
 ERROR = "Error: "                           # what a result that is one begins with: templates know no other way
@@ -97,7 +97,7 @@ def own_words(error: ApiError) -> ApiError:
                     code=error.code)
 
 
-def sampling_params(engine: Engine, request: MessagesRequest) -> SamplingParams:
+def sampling_params(engine: EngineSurface, request: MessagesRequest) -> SamplingParams:
     """The request's own values, then the model's defaults. Raises: ApiError (400)."""
     values: dict[str, Any] = {
         "max_tokens": request.max_tokens, "temperature": request.temperature, "top_p": request.top_p,

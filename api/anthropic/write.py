@@ -16,9 +16,9 @@ from api.answers.parser import AnswerParser
 from api.answers.tool_calls import CallArguments, CallBegin, CallBroken, CallEnd, Content, Piece, Reasoning
 from api.anthropic.errors import error_body
 from api.anthropic.schemas import MessagesRequest
-from api.engine import EngineInfo
 from api.errors import ApiError
 from api.sse import named_event
+from api.surface import EngineInfo
 from api.timings import Times
 
 

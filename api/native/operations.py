@@ -37,15 +37,14 @@ async def ready(request: Request) -> Response:
     """Whether requests are taken, which model answers them, and how many run and wait."""
     service = service_of(request)
     engine = service.ready_engine()
-    stats = engine.stats()
-    return _json({"status": service.status, "model": engine.info.model,
-                  "num_requests_running": stats.num_requests_running,
-                  "num_requests_waiting": stats.num_requests_waiting})
+    num_running, num_waiting = await service.doors.num_requests()
+    return _json({"status": service.status, "model": engine.info.model, "num_requests_running": num_running,
+                  "num_requests_waiting": num_waiting})
 
 
 async def metrics(request: Request) -> Response:
     """Prometheus metrics, under vLLM's names with our prefix."""
-    return Response(service_of(request).metrics.text(), media_type="text/plain; version=0.0.4")
+    return Response(await service_of(request).doors.metrics(), media_type="text/plain; version=0.0.4")
 
 
 async def version(request: Request) -> Response:
@@ -56,8 +55,7 @@ async def version(request: Request) -> Response:
 async def abort(request: Request) -> Response:
     """Ends requests of the same API key; answers with the names of those that were open."""
     body = await parse_body(request, AbortRequest)
-    service, tenant = service_of(request), tenant_of(request)
-    return _json({"aborted": [name for name in dict.fromkeys(body.names) if service.abort(tenant, name)]})
+    return _json({"aborted": await service_of(request).doors.abort(tenant_of(request), body.names)})
 
 
 async def debug_kv(request: Request) -> Response:

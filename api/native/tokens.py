@@ -8,7 +8,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.engine import ParameterError
+from actors.sampling_params import ParameterError
 from api.errors import ApiError, bad_parameter
 from api.exchange import parse_body
 from api.native.schemas import ApplyTemplateRequest, DetokenizeRequest, TokenizeRequest

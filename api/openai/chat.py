@@ -14,7 +14,6 @@ from actors.messages import TextDelta, TokenLogprob
 from api.answers.choice import PROMPT_END_TOKENS
 from api.answers.parser import AnswerParser
 from api.answers.tool_calls import Piece
-from api.engine import EngineInfo
 from api.exchange import Generation, Reply, parse_body
 from api.openai.lower import asker, check_num_generations, of_choice, sampling_params
 from api.openai.schemas import ChatRequest
@@ -22,6 +21,7 @@ from api.openai.tools import delta_of, enforced, message_of, tool_use, with_effo
 from api.openai.write import AnswerWriter, shown_logprob, shown_prompt
 from api.routes import EVENTS, Endpoint
 from api.service import service_of
+from api.surface import EngineInfo
 
 
 async def chat_completions(request: Request) -> Reply:

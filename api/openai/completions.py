@@ -10,13 +10,13 @@ from typing import Any
 from starlette.requests import Request
 
 from actors.messages import TextDelta, TokenLogprob
-from api.engine import Engine
 from api.exchange import Generation, Reply, parse_body
 from api.openai.lower import asker, check_lengths, check_num_generations, of_choice, sampling_params
 from api.openai.schemas import CompletionRequest
 from api.openai.write import TRUNCATED, AnswerWriter, shown_logprob, shown_prompt, shown_token
 from api.routes import EVENTS, Endpoint
 from api.service import service_of
+from api.surface import EngineSurface
 
 DEFAULT_MAX_TOKENS = 16                         # OpenAI's
 
@@ -45,7 +45,7 @@ async def completions(request: Request) -> Reply:
 class CompletionWriter(AnswerWriter):
     """Deltas → text_completion events, or one text_completion document."""
 
-    def __init__(self, request: CompletionRequest, engine: Engine) -> None:
+    def __init__(self, request: CompletionRequest, engine: EngineSurface) -> None:
         num_completions = len(request.prompt) * request.num_choices
         super().__init__(request, engine.info, "cmpl", "text_completion", "text_completion", num_completions)
         self._prompts = request.prompt

@@ -16,7 +16,6 @@ from starlette.requests import Request
 from actors.messages import TextDelta
 from actors.sampling_params import ParameterError, SamplingParams
 from api.dialect import REQUEST_ID
-from api.engine import EngineInfo
 from api.errors import ApiError, bad_parameter
 from api.exchange import Asker, Generation, Reply, parse_body
 from api.guard import tenant_of
@@ -25,6 +24,7 @@ from api.openai.lower import check_lengths, check_num_generations
 from api.routes import Endpoint
 from api.schemas import bad_field
 from api.service import service_of
+from api.surface import EngineInfo
 from api.timings import Times
 
 

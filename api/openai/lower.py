@@ -15,11 +15,11 @@ from actors.sampling_params import (
     structured_output,
     structured_outputs,
 )
-from api.engine import Engine
 from api.errors import ApiError, bad_parameter
 from api.exchange import Asker
 from api.guard import tenant_of
 from api.openai.schemas import GenerationRequest, NamedPrompt
+from api.surface import EngineSurface
 
 _SAMPLING_FIELDS = ("min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
                     "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
@@ -33,7 +33,7 @@ def asker(http: Request, request: GenerationRequest) -> Asker:
                  tenant=tenant_of(http))
 
 
-def check_lengths(engine: Engine, prompts: Sequence[NamedPrompt]) -> None:
+def check_lengths(engine: EngineSurface, prompts: Sequence[NamedPrompt]) -> None:
     """Millions of ids are refused here, before each is looked at again. Raises: ApiError (400)."""
     for field, prompt in prompts:
         if not isinstance(prompt, str) and len(prompt) > engine.info.max_model_len:
@@ -41,7 +41,7 @@ def check_lengths(engine: Engine, prompts: Sequence[NamedPrompt]) -> None:
                            f"{engine.info.max_model_len}", param=field)
 
 
-def check_num_generations(engine: Engine, num_prompts: int, num_choices: int, prompts: str = "prompt") -> None:
+def check_num_generations(engine: EngineSurface, num_prompts: int, num_choices: int, prompts: str = "prompt") -> None:
     """More than can ever be let in together are refused before they are looked at. Raises: ApiError (400)."""
     info, num_generations = engine.info, num_prompts * num_choices
     if info.max_queued_requests is not None and num_generations > info.max_num_seqs + info.max_queued_requests:
@@ -55,7 +55,7 @@ def of_choice(sampling: SamplingParams, choice: int) -> SamplingParams:
     return replace(sampling, prompt_logprobs=None) if choice else sampling
 
 
-def sampling_params(engine: Engine, request: GenerationRequest, max_tokens: int | None,
+def sampling_params(engine: EngineSurface, request: GenerationRequest, max_tokens: int | None,
                     default_max_tokens: int | None = None, **given: Any) -> SamplingParams:
     """The request's own values, then the model's defaults, then OpenAI's.
 

@@ -14,11 +14,11 @@ from api.answers.choice import AnswerFormats
 from api.answers.formats import NONE, TOOL_PARSERS, ToolFormat, begins_inside
 from api.answers.parser import AnswerParser, Call
 from api.answers.tool_calls import CallArguments, CallBegin, Content, Piece, Reasoning, Tools
-from api.engine import Engine, EngineInfo
 from api.errors import ApiError, bad_parameter
 from api.openai.schemas import ChatRequest
 from api.openai.tool_schemas import NamedTool
 from api.service import Service
+from api.surface import EngineInfo, EngineSurface
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def _enforced(shown: list[dict[str, Any]], service: Service, request: ChatReques
                            f"tools[{number}].function.parameters") for number, function in wanted])
 
 
-async def enforced(engine: Engine, answers: AnswerFormats, use: ToolUse, messages: Sequence[dict[str, Any]],
+async def enforced(engine: EngineSurface, answers: AnswerFormats, use: ToolUse, messages: Sequence[dict[str, Any]],
                    template: Mapping[str, Any], sampling: SamplingParams) -> SamplingParams:
     """With the form that calls have, where one has to be made. messages, template: as the engine takes them.
 

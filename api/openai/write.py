@@ -9,10 +9,10 @@ from typing import Any
 import orjson
 
 from actors.messages import TextDelta, TokenLogprob
-from api.engine import EngineInfo
 from api.errors import ApiError
 from api.openai.schemas import GenerationRequest
 from api.sse import DONE, KEEP_ALIVE, event
+from api.surface import EngineInfo
 from api.timings import Times
 
 LOWEST_LOGPROB = -9999.0                        # JSON has no -inf
