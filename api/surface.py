@@ -246,6 +246,11 @@ class EngineSurface(ABC):
         return self._vocab.token_name(token_id)
 
     @property
+    def token_roles(self) -> dict[str, str]:
+        """The texts of the vocabulary's bos_token, eos_token and the like, of those that it has."""
+        return dict(self._vocab.roles)
+
+    @property
     def dead(self) -> BaseException | None:
         """Why the engine ended, or None while it lives."""
         return self._requests.output.dead

@@ -36,6 +36,7 @@ class Vocab:
     """A model's vocabulary. Methods may be called from any thread, at the same time.
 
     size: number of token ids.
+    roles: the texts of its bos_token, eos_token and the like, of those that it has.
     bos_id: beginning of text, None where the model has none.
     prefix_ids: what an encoded prompt begins with, usually (bos_id,) or nothing.
     stop_ids: ids that end a sequence.
@@ -58,6 +59,7 @@ class Vocab:
         self._special_id_of = {token.content: token_id for token_id, token in self._added.items() if token.special}
         self._unknown_id = _token_id(tokenizer, roles.get("unk_token"))
         self.size = max(tokenizer.get_vocab_size(), *(token_id + 1 for token_id in self._added), 0)
+        self.roles = dict(roles)
         self.bos_id = _token_id(tokenizer, roles.get("bos_token"))
         self.prefix_ids = tuple(prefix_ids)
         self.stop_ids = frozenset(stop_ids)

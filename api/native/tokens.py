@@ -1,8 +1,10 @@
-"""POST /tokenize, /detokenize and /apply_template: what prompts become, without running them.
+"""POST /tokenize, /detokenize and /apply_template, GET /tokenizer_info: what prompts become, without running them.
 
-Source: vLLM's /tokenize and /detokenize; the answer of llama.cpp's /apply-template.
+Source: vLLM's /tokenize, /detokenize and /tokenizer_info; the answer of llama.cpp's /apply-template.
 """
 from __future__ import annotations
+
+import json
 
 import orjson
 from starlette.requests import Request
@@ -61,10 +63,19 @@ async def apply_template(request: Request) -> Response:
     return _json({"prompt": prompt})
 
 
+async def tokenizer_info(request: Request) -> Response:
+    """The texts of control tokens that have a role, and the chat template."""
+    engine = service_of(request).ready_engine()
+    roles = {"bos_token": None, "eos_token": None, **engine.token_roles}
+    # NOTE: a model's files may hold what is not Unicode text, which orjson refuses.
+    return Response(json.dumps({**roles, "chat_template": engine.info.chat_template}), media_type="application/json")
+
+
 def _json(value: object) -> Response:
     return Response(orjson.dumps(value), media_type="application/json")
 
 
 routes = [Endpoint("POST", "/tokenize", tokenize, TokenizeRequest),
+          Endpoint("GET", "/tokenizer_info", tokenizer_info),
           Endpoint("POST", "/detokenize", detokenize, DetokenizeRequest),
           Endpoint("POST", "/apply_template", apply_template, ApplyTemplateRequest)]

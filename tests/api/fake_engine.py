@@ -148,6 +148,10 @@ class FakeEngine(Recorder):
     def token_name(self, token_id: int) -> str:
         return f"<{token_id}>"
 
+    @property
+    def token_roles(self) -> dict[str, str]:
+        return {"eos_token": "<eos>"}
+
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         return self.decode(token_ids)
 

@@ -5,6 +5,7 @@ import asyncio
 import json
 import re
 import threading
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from api.guard import ApiKeys
 from api.routes import Endpoint
 from api.service import DoorConfig
-from tests.api.fake_engine import EOS, SPECIAL, VOCAB_SIZE, FakeEngine
+from tests.api.fake_engine import EOS, INFO, SPECIAL, VOCAB_SIZE, FakeEngine
 from tests.api.serving import TIMEOUT_S, Answer, Server
 from tests.api.test_door import door
 from tests.weights.tiny_tokenizers import CHATML, byte_level, write_folder
@@ -64,6 +65,15 @@ def test_tokenize_messages(server: Server) -> None:
 def test_detokenize(server: Server) -> None:
     assert server.request("POST", "/detokenize", {"tokens": [104, 105]}).json == {"prompt": "hi"}
     assert server.request("POST", "/detokenize", {"tokens": []}).json == {"prompt": ""}
+
+
+def test_roles_of_tokens(server: Server, engine: FakeEngine) -> None:
+    """What lm-eval asks for before it sends token ids."""
+    assert server.request("GET", "/tokenizer_info").json == {
+        "bos_token": None, "eos_token": "<eos>", "chat_template": None}
+    server.use(FakeEngine(replace(INFO, chat_template="{{ '\ud800' }}")))
+    assert server.request("GET", "/tokenizer_info").json["chat_template"] == "{{ '\ud800' }}"
+    server.use(engine)
 
 
 def test_apply_template(server: Server) -> None:
