@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -165,6 +166,7 @@ class Runner(BaseRunner):
                          num_tier_blocks, kv_dtype)
         self.sampler = Sampler(max_num_seqs, spec.vocab_size)
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
+        self._masks = ThreadPoolExecutor(1, "troupe-masks")     # of constraints, while the forward pass runs
         self._forward = lambda batch, rows: self.model.forward(batch, self.caches, rows)    # one object: see `Ops.run`
 
     def start(self, slot: int, token_ids: Sequence[int], num_prompt_tokens: int, sampling: SlotSampling,
@@ -178,6 +180,10 @@ class Runner(BaseRunner):
         super().end(slot)
         self.sampler.end(slot)
 
+    def close(self) -> None:
+        self._masks.shutdown()
+        super().close()
+
     def launch(self, rows: StepRows | None) -> Callable[[], StepOutput]:
         output = self._step(rows)
         return lambda: output
@@ -187,6 +193,8 @@ class Runner(BaseRunner):
             return NO_OUTPUT
         batch = self._batch(rows)
 
+        filling = (self._masks.submit(self.sampler.fill_masks, rows.sample_slots, rows.sample_positions)
+                   if self.sampler.has_constraints(rows.sample_slots) else None)
         begin_s = time.perf_counter()
         hidden = self.ops.run(batch, np.concatenate([rows.sample_rows, rows.prompt_rows, rows.hidden_rows]),
                               self._forward)
@@ -194,6 +202,8 @@ class Runner(BaseRunner):
         num_samples, num_prompt = len(rows.sample_rows), len(rows.prompt_rows)
         # NOTE: before logits are computed: they may be where hidden states were.
         pooled = self._pool(hidden[num_samples + num_prompt:], rows)
+        if filling is not None:
+            filling.result()
         sampled = self._sample(hidden[:num_samples], rows.sample_slots, rows.sample_positions)
         self.token_ids[rows.sample_slots, rows.sample_positions] = sampled.token_ids
         prompt_positions = batch.positions[rows.prompt_rows] + 1

@@ -87,9 +87,9 @@ class Sampler:
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._slots: list[_Slot | None] = [None] * max_num_seqs
-        self._allowed = np.zeros(-(-vocab_size // 32), np.uint32)
         self._scores = np.zeros(vocab_size, dtype=np.float32)   # of the row at hand, where they are not its logits
-        Softmax(self._scores, 1.0)                              # compiles now what the first step would wait for
+        # Compiles now what the first step would wait for.
+        self._segments = Softmax(self._scores, 1.0).segments
 
     def start(self, slot: int, sampling: SlotSampling, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         """A sequence enters a slot. token_ids: all that are known; a resumed sequence brings its earlier output.
@@ -103,6 +103,18 @@ class Sampler:
     def end(self, slot: int) -> None:
         """The sequence is over or preempted, or could not enter: the slot is free."""
         self._slots[slot] = None
+
+    def has_constraints(self, slots: Ints) -> bool:
+        """Whether there is something to fill for one of these slots."""
+        return any(self._state(slot).sampling.constraint is not None for slot in slots.tolist())
+
+    def fill_masks(self, slots: Ints, positions: Ints) -> None:
+        """What constraints allow where `sample` will be asked for these rows: it asks for nothing but tokens that are
+        out, so another thread may do it while their logits are computed."""
+        for slot, position in zip(slots.tolist(), positions.tolist(), strict=True):
+            state = self._state(slot)
+            if state.sampling.constraint is not None:
+                state.fill_mask(position - state.num_prompt_tokens)
 
     def sample(self, logits: Floats32, slots: Ints, positions: Ints) -> Sampled:
         """One token a row; counts it for the row's penalties.
@@ -127,8 +139,8 @@ class Sampler:
                 scores = self._scores
                 state.change_logits(raw, num_output_tokens, scores)
                 if sampling.constraint is not None:
-                    sampling.constraint.fill(self._allowed, num_output_tokens)
-                    mask(scores, self._allowed)
+                    state.fill_mask(num_output_tokens)
+                    self._segments.mask(scores, state.allowed)
                 finite = math.isfinite(raw.max() if reported is None else reported.best)    # a mask can hide a NaN
             if sampling.greedy:
                 token_id = int(scores.argmax())                 # of the first NaN where there is one
@@ -171,12 +183,6 @@ class Sampler:
         return state
 
 
-def mask(logits: Floats32, allowed: NDArray[np.uint32]) -> None:
-    """In place: -inf where there is no bit. logits [V], allowed [V / 32]"""
-    flags = np.unpackbits(allowed.astype("<u4", copy=False).view(np.uint8), bitorder="little")
-    np.putmask(logits, flags[:len(logits)] == 0, np.float32(-np.inf))
-
-
 class _Slot:
     """A sequence's sampling parameters, and what is done to its logits."""
 
@@ -195,6 +201,8 @@ class _Slot:
             _check_vocab("token_ids", np.asarray(token_ids, dtype=np.int64), vocab_size)
         self.changes = _Changes(sampling)
         self.masks = _Masks(sampling, vocab_size)
+        self.allowed = np.zeros(-(-vocab_size // 32) if sampling.constraint is not None else 0, np.uint32)
+        self._filled_for = -1                                   # output tokens
         if sampling.repetition_penalty != 1.0:                  # the others do not look at the prompt
             for token_id in set(token_ids[:num_prompt_tokens]):
                 self.changes.see(token_id)
@@ -207,6 +215,12 @@ class _Slot:
             self.changes.count(token_id)
         if self.masks.words:
             self.masks.output.append(token_id)
+
+    def fill_mask(self, num_output_tokens: int) -> None:
+        """`allowed` becomes what the constraint allows behind so many tokens, once."""
+        if self._filled_for != num_output_tokens and self.sampling.constraint is not None:
+            self.sampling.constraint.fill(self.allowed, num_output_tokens)
+            self._filled_for = num_output_tokens
 
     def changes_logits(self, num_output_tokens: int) -> bool:
         return (len(self.changes.places) > 0 or self.masks.are_there or self.sampling.constraint is not None
@@ -285,6 +299,8 @@ class _Changes:
     def apply(self, logits: Floats32) -> None:
         """In place, by float64. logits [V]"""
         num = len(self.places)
+        if num == 0:
+            return
         ids, repetition = self.ids[:num], self.repetition[:num]
         changed = logits[ids].astype(np.float64)
         changed = np.where(changed > 0.0, changed / repetition, changed * repetition)

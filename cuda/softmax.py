@@ -34,7 +34,7 @@ class Softmax:
         from cuda.host import segments
         assert logits.flags.c_contiguous, "a row of logits is not in one piece"
         self.logits, self.temperature = logits, temperature
-        self._segments = segments
+        self.segments = segments
         self._address = logits.ctypes.data
         num_whole, rest = divmod(len(logits), segments.SEGMENT)
         maxima, sums = np.empty((2, num_whole + (rest > 0)), np.float32)
@@ -87,7 +87,7 @@ class Softmax:
     def draw_from(self, ids: Ids, weights: Floats64, goal: float, uniform: float) -> int:
         """One of the ids, by weight, of their nucleus: the fewest largest weights whose sum reaches the goal, among
         equals the lower id; all where they do not. 0 <= uniform < 1"""
-        return int(ids[self._segments.draw(weights, goal, uniform, np.empty_like(weights))])
+        return int(ids[self.segments.draw(weights, goal, uniform, np.empty_like(weights))])
 
     def draw_from_nucleus(self, top_p: float, uniform: float) -> int:
         """One of the fewest tokens whose share of the whole row reaches top_p. top_p < 1; 0 <= uniform < 1"""
@@ -107,8 +107,8 @@ class Softmax:
         segment = int(cumulative.searchsorted(target, side="right"))
         below = cumulative[segment - 1] if segment else 0.0
         share = min(float((target - below) / (cumulative[segment] - below)), LARGEST_UNIFORM)
-        start = segment * self._segments.SEGMENT
-        ids = np.arange(start, min(start + self._segments.SEGMENT, len(self.logits)))
+        start = segment * self.segments.SEGMENT
+        ids = np.arange(start, min(start + self.segments.SEGMENT, len(self.logits)))
         return self.draw_from(ids, self.weights(ids), math.inf, share)
 
     def _to_weights(self, logits: Floats32) -> Floats64:
@@ -126,8 +126,8 @@ class Softmax:
     def _at_least(self, logit: float) -> Ids:
         """Ids, ascending, of the tokens whose logit reaches this one, and perhaps some a rounding error below it."""
         # NOTE: a bound rounded to float32 is at most the smallest float32 that reaches it: it excludes nothing.
-        ids = np.empty(np.count_nonzero(self.maxima >= np.float32(logit)) * self._segments.SEGMENT, np.int64)
-        return ids[:self._segments.collect(self._address, len(self.logits), self.maxima, logit, ids)]
+        ids = np.empty(np.count_nonzero(self.maxima >= np.float32(logit)) * self.segments.SEGMENT, np.int64)
+        return ids[:self.segments.collect(self._address, len(self.logits), self.maxima, logit, ids)]
 
 
 def _nth_largest(values: Floats32, num: int) -> np.float32:

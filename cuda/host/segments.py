@@ -1,5 +1,5 @@
 """What sampling does with every row of logits, compiled: one pass that sums the row up by segments, so that whatever is
-asked later looks into few of them; the ids of large logits; the draw."""
+asked later looks into few of them; the ids of large logits; a grammar's mask; the draw."""
 from __future__ import annotations
 
 import math
@@ -82,6 +82,22 @@ def collect(row: int, count: int, maxima: NDArray[np.float32], bound: float, ids
                 ids[found] = i                  # without a branch: there is no telling which way it would go
                 found += load_f32(row + 4 * i) >= bound
     return found
+
+
+@entry_point("void(float32[::1], uint32[::1])")
+def mask(row: NDArray[np.float32], allowed: NDArray[np.uint32]) -> None:
+    """-inf where there is no bit; a word has 32 of them, the lowest first."""
+    nothing = np.float32(-np.inf)
+    for word in range(len(row) // 32):
+        bits, start = allowed[word], 32 * word
+        if bits == np.uint32(0):
+            row[start:start + 32] = nothing
+        elif bits != np.uint32(0xFFFFFFFF):
+            for i in range(32):                 # without a branch: there is no telling which way it would go
+                row[start + i] = row[start + i] if bits & (np.uint32(1) << np.uint32(i)) else nothing
+    for i in range(len(row) // 32 * 32, len(row)):
+        if not allowed[i // 32] & (np.uint32(1) << np.uint32(i % 32)):
+            row[i] = nothing
 
 
 @entry_point("int64(float64[::1], float64, float64, float64[::1])")

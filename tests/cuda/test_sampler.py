@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cuda import philox
+from cuda.host import segments
 from cuda.sampler import Sampled, Sampler, SlotSampling, TopLogprobs
 
 NEUTRAL = SlotSampling(
@@ -588,3 +589,44 @@ def test_a_constraint_leaves_its_tokens_alone_and_hears_of_each_once() -> None:
     sampled = sample_one(logits[0], sampling(constraint=nothing))
     assert sampled.failed == ((0, "every token is masked"),)
     assert nothing.told == []
+
+
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 70, 256, 1000])
+def test_a_mask_by_words_is_one_by_bits(vocab_size: int) -> None:
+    rng = np.random.default_rng(vocab_size)
+    words = rng.integers(0, 2**32, -(-vocab_size // 32), dtype=np.uint32)
+    words[rng.random(len(words)) < 0.3] = 0
+    words[rng.random(len(words)) < 0.3] = 0xFFFFFFFF
+    logits = rng.normal(size=vocab_size).astype(np.float32)
+    logits[::7] = np.nan
+    masked = logits.copy()
+    segments.mask(masked, words)
+    bits = np.array([words[i // 32] >> np.uint32(i % 32) & 1 for i in range(vocab_size)], np.bool_)
+    np.testing.assert_array_equal(masked, np.where(bits, logits, np.float32(-np.inf)))
+
+
+def test_masks_may_be_filled_before_there_are_logits() -> None:
+    """Once for each token, and not again by `sample`; a sequence that enters the slot later has its own."""
+    class Counted(Only):
+        asked: tuple[int, ...] = ()
+
+        def fill(self, allowed: NDArray[np.uint32], num_output_tokens: int) -> None:
+            self.asked += (num_output_tokens,)
+            super().fill(allowed, num_output_tokens)
+
+    logits = np.random.default_rng(3).normal(size=(2, 70)).astype(np.float32)
+    constraint, sampler = Counted(3, 40, 69), Sampler(3, 70)
+    sampler.start(0, sampling(), [5], 1)
+    assert not sampler.has_constraints(ints(0))
+    sampler.start(2, sampling(constraint=constraint), [5, 6, 7], 1)
+    assert sampler.has_constraints(ints(0, 2))
+    for position in (3, 4):
+        sampler.fill_masks(ints(2, 0), ints(position, position - 2))
+        sampler.fill_masks(ints(2), ints(position))
+        assert sampler.sample(logits, ints(2, 0), ints(position, position - 2)).token_ids[0] in (3, 40, 69)
+    assert constraint.asked == (2, 3)
+    sampler.end(2)
+    other = Counted(8)
+    sampler.start(2, sampling(constraint=other), [5, 6, 7], 1)
+    assert sampler.sample(logits[:1], ints(2), ints(3)).token_ids[0] == 8
+    assert other.asked == (2,)
