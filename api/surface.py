@@ -22,6 +22,7 @@ from weights.vocab import Vocab
 T = TypeVar("T")
 
 TEXT_THREADS = 2
+EVERY_TOKEN_MASKED = "every token is masked"        # as the samplers say it
 
 PromptInput: TypeAlias = str | Sequence[int] | Sequence[dict[str, Any]]     # text, token ids, or chat messages
 
@@ -152,8 +153,8 @@ class EngineSurface(ABC):
         queue together or not at all. If one of them raises, the others must be left.
         on_delta: is called in this loop with a delta that comes while the iterator is waited for, and must not raise;
         where it returns True the iterator does not yield that one, and nobody is woken up. Last deltas are yielded.
-        Raises: ParameterError before the first delta where the request cannot be served, EngineBusy where the queue is
-        full; RequestFailed; EngineDead.
+        Raises: ParameterError before the first delta where the request cannot be served, and later where its own limits
+        leave no token to go on with; EngineBusy where the queue is full; RequestFailed; EngineDead.
         """
         if not isinstance(priority, int) or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
             raise ParameterError("priority", f"must be an integer of at most {MAX_PRIORITY}, got {priority!r}")
@@ -180,7 +181,7 @@ class EngineSurface(ABC):
                 if delta.finish == "rejected":
                     raise ParameterError(delta.error_field or "prompt", _without_field(delta))
                 if delta.finish == "failed":
-                    raise RequestFailed(delta.error)
+                    raise _failure(delta.error, request.sampling)
                 yield delta
                 if delta.finish is not None:
                     return
@@ -313,6 +314,15 @@ def _json(field: str, value: object) -> bytes:
         return orjson.dumps(value)
     except TypeError as error:                  # not JSON, or text that is not valid Unicode
         raise ParameterError(field, str(error)) from None
+
+
+def _failure(error: str, sampling: SamplingParams) -> Exception:
+    """What a request ends with. Tokens that are allowed and tokens that are wanted may have none in common."""
+    if error == EVERY_TOKEN_MASKED:
+        for name, limit in (("allowed_token_ids", sampling.allowed_token_ids), ("bad_words", sampling.bad_words)):
+            if limit:
+                return ParameterError(name, "leaves no token to go on with, beside what else is asked for")
+    return RequestFailed(error)
 
 
 def _without_field(delta: TextDelta) -> str:

@@ -70,8 +70,8 @@ class Server:
     def __init__(self, config: DoorConfig | None = None) -> None:
         self.service = Service(config)
         self.app = create_app(self.service)
-        # NOTE: asyncio turns Nagle's algorithm off where a socket says that it is TCP's, which create_server's does not;
-        # with it each answer on a kept connection waits 40 ms for the client's system.
+        # NOTE: asyncio turns Nagle's algorithm off where a socket says that it is TCP's, which create_server's does
+        # not; with it each answer on a kept connection waits 40 ms for the client's system.
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._socket.bind(("127.0.0.1", 0))
         self._socket.listen()

@@ -205,9 +205,27 @@ def check_a_fault_is_its_own(device: str, folder: Path, monkeypatch: pytest.Monk
             all_of_them = await asyncio.gather(
                 *(engine.complete("x", one) for one in (form(regex="a!b"), good, form(regex="none"), nothing)),
                 return_exceptions=True)
-            assert [type(one) for one in all_of_them] == [RequestFailed, Completion, RequestFailed, RequestFailed]
+            assert [type(one) for one in all_of_them] == [RequestFailed, Completion, RequestFailed, ParameterError]
             assert all_of_them[1] == alone
             assert (await engine.complete("x", good)).text == alone.text
+
+    run(main)
+
+
+def test_limits_that_leave_no_token_are_named(folder: Path) -> None:
+    """At once or in the middle: it is the request that cannot be answered, not the engine that failed."""
+    z, eos = (token_id("z"),), (token_id("<|im_end|>"),)
+
+    async def main() -> None:
+        async with texts(folder) as engine:
+            for field, sampling in (
+                    ("allowed_token_ids", form(replace(HOT, allowed_token_ids=z), regex="[ab]")),
+                    ("allowed_token_ids", form(replace(HOT, allowed_token_ids=z), regex="z[ab]")),
+                    ("allowed_token_ids", replace(HOT, allowed_token_ids=eos, min_tokens=2)),
+                    ("bad_words", form(replace(HOT, bad_words=("ab",)), choice=["ab"]))):
+                with pytest.raises(ParameterError, match=f"{field}: leaves no token") as error:
+                    await engine.complete("x", sampling)
+                assert error.value.field == field
 
     run(main)
 
