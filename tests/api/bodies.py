@@ -23,7 +23,8 @@ SCHEMAS: list[Any] = [
     {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, {"type": "thing"}, {"not": {}}, {"pattern": "("},
     {"type": "string", "pattern": "(?=a)b"}, {"oneOf": [{}, {}]}, {"type": "string", "format": "date"},
     {"minItems": -1}, {"anyOf": []}, {"properties": 5}, {"required": "x"},
-    {"type": "integer", "minimum": 5, "maximum": 4}, {"type": "string", "minLength": 2**40}, {"additionalProperties": {"$ref": "http://127.0.0.1/x"}}, {"if": {}}]
+    {"type": "integer", "minimum": 5, "maximum": 4}, {"type": "string", "minLength": 2**40},
+    {"additionalProperties": {"$ref": "http://127.0.0.1/x"}}, {"if": {}}]
 REGEXES = ["a*b", "[0-9]{2,3}", "(", "(?=a)b", "a{1,100000000}", "\\d+\\b", "(a|b)*c", "\\p{L}+", "[^\n]*"]
 GRAMMARS = ['start: "a" | "b"', 'root ::= "c"', "start: start", "root ::= root root | \"a\"", "start: /(/", "%%", "x"]
 WILD: list[Any] = [None, True, False, [], {}, [[]], [None], {"": {}}, "", "x", [1, "a", None], {"a": {"b": [{}]}},

@@ -11,7 +11,9 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -154,12 +156,15 @@ def resident_bytes() -> int:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the process's memory from /proc")
 def test_memory_stays_where_it_is(server: Server, caplog: pytest.LogCaptureFixture) -> None:
-    """FAULTS O07. Caches fill first; then ten thousand other bodies."""
+    """FAULTS O07. Ten thousand bodies, after the caches' fill: what each of them left would be seen in every thousand.
+
+    A single step is no leak: a schema larger than any before makes the allocator take more, which it keeps.
+    """
     for seed in range(1, 5):
         fuzz(server, seed, 1000, caplog)
-    sizes = [resident_bytes()]
+    sizes = [resident_bytes() / MIB]
     for seed in range(5, 15):
         fuzz(server, seed, 1000, caplog)
-        sizes.append(resident_bytes())
-    print([round(size / MIB, 1) for size in sizes])
-    assert sizes[-1] - sizes[0] < 8 * MIB, sizes
+        sizes.append(resident_bytes() / MIB)
+    grown = [after - before for before, after in pairwise(sizes)]
+    assert median(grown) < 0.5, sizes
