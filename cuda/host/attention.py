@@ -169,16 +169,11 @@ def write_rows(out: int, out_stride: int, first_row: int, first_head: int, heads
         target = out + (first_row + row // heads) * out_stride + head * head_dim * 4
         total = splat(load_f32(known + VECTOR_BYTES + 4 * row))
         sums = known + 2 * VECTOR_BYTES + row * row_bytes
-        if sinks == 0:
-            for d in range(0, head_dim, LANES):
-                store_up_to(target + 4 * d, load(sums + 4 * d) / total, head_dim - d)
-            continue
-        largest, sink = splat(load_f32(known + 4 * row)), splat(load_f32(sinks + 4 * head))
-        top = maximum(sink, largest)
-        factor = exp(largest - top)
-        total = total * factor + exp(sink - top)
+        if sinks != 0:
+            # Where this is infinite, what the keys weigh beside it rounds to 0 as well.
+            total = total + exp(splat(load_f32(sinks + 4 * head)) - splat(load_f32(known + 4 * row)))
         for d in range(0, head_dim, LANES):
-            store_up_to(target + 4 * d, load(sums + 4 * d) * factor / total, head_dim - d)
+            store_up_to(target + 4 * d, load(sums + 4 * d) / total, head_dim - d)
 
 
 @inner

@@ -38,7 +38,7 @@ def make_spec(inputs: int = 16, heads: int = 2, kv_heads: int = 1, head_dim: int
 def prepare(ops: Any, spec: ModelSpec, head: Linear | None = None, embed: Weight | None = None) -> ModelWeights:
     table = embed or Dense(np.zeros((32, spec.hidden_size), np.float32))
     weights = ModelWeights(table, (), np.ones(spec.hidden_size, np.float32), head or Linear((table,)))
-    prepared: ModelWeights = ops.prepare(spec, weights, 64, MAX_POSITION)
+    prepared: ModelWeights = ops.prepare(spec, weights, 160, MAX_POSITION)
     return prepared
 
 

@@ -187,7 +187,8 @@ def test_masks_follow_the_tokens_of_the_step_before() -> None:
 
 
 EQUAL = pytest.mark.parametrize(("model", "kv_dtype"), [("llama-quantized", "bf16"), ("gemma3", "bf16"),
-                                                        ("mistral-window", "int8"), ("llama", "fp8")])
+                                                        ("mistral-window", "int8"), ("llama", "fp8"),
+                                                        ("mistral-window-sinks", "bf16")])
 
 
 def alone(model: str, kv_dtype: KVDtype, seed: int, length: int, num_steps: int = 12) -> list[Bits]:

@@ -66,7 +66,13 @@ def golden_model(name: str) -> tuple[ModelSpec, ModelWeights, Arrays]:
 
 @cache
 def tiny_model(name: str) -> tuple[ModelSpec, ModelWeights]:
-    """A golden model; `NAME-quantized`: with projections and embedding rounded to a mixture of formats."""
+    """A golden model; `NAME-quantized`: with projections and embedding rounded to a mixture of formats; `NAME-sinks`:
+    with attention sinks, which none of them has."""
+    if name.endswith("-sinks"):
+        spec, weights = tiny_model(name.removesuffix("-sinks"))
+        sinks = np.random.default_rng(0).standard_normal((spec.num_layers, spec.num_heads)).astype(np.float32) * 3
+        return spec, dataclasses.replace(weights, layers=tuple(
+            dataclasses.replace(layer, sinks=own) for layer, own in zip(weights.layers, sinks, strict=True)))
     spec, weights, _ = golden_model(name.removesuffix("-quantized"))
     return spec, quantized(weights) if name.endswith("-quantized") else weights
 
@@ -328,6 +334,7 @@ def log_softmax(logits: Logits) -> NDArray[np.float64]:
 TINY = pytest.mark.parametrize(("name", "backend"), [
     *((name, backend) for name in ("llama", "qwen2", "gemma2", "gemma3", "llama-quantized", "gemma3-quantized")
       for backend in BACKENDS),
+    ("gemma3-sinks", "host"),
     *(pytest.param(name, "host-int16", marks=needs_pairs) for name in ("llama-quantized", "gemma3-quantized"))])
 LENGTH = 37                                 # two block edges; longer than the windows (12) of gemma3
 

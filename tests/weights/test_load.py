@@ -64,8 +64,9 @@ def attention(spec: ModelSpec, weights: LayerWeights, index: int, x: Doubles) ->
     distance = np.arange(len(x))[:, None] - np.arange(len(x))
     visible = (distance >= 0) & (distance < (layer.window or len(x)))
     scores = np.where(visible, scores, -np.inf)
-    shares = np.exp(scores - scores.max(-1, keepdims=True))
-    shares /= shares.sum(-1, keepdims=True)
+    shares = np.exp(scores)                 # of models whose scores are small
+    sinks = 0.0 if weights.sinks is None else np.exp(weights.sinks.astype(np.float64))[:, None, None]
+    shares /= shares.sum(-1, keepdims=True) + sinks
     return linear(np.einsum("hij,jhd->ihd", shares, v).reshape(len(x), -1), weights.o)
 
 
@@ -159,6 +160,56 @@ def test_stored_bytes(tmp_path: Path) -> None:
     size = sum(data.size for data in read_folder(GOLDEN_MODELS / "llama").values())
     assert open_model(GOLDEN_MODELS / "llama").stored_bytes == 2 * size
     assert open_model(golden_as_gguf("llama", tmp_path / "model.gguf")).stored_bytes == 4 * size
+
+
+# Attention sinks: no model of the goldens has any.
+
+SINKS = np.array([0.5, -3.0, 2.25, 0.0], np.float32)
+
+
+def gguf_sinks(*layers: int, sinks: NDArray[np.float32] = SINKS) -> dict[str, tuple[NDArray[np.float32], QType]]:
+    return {f"blk.{layer}.attn_sinks.weight": (sinks + layer, QType.F32) for layer in layers}
+
+
+def folder_sinks(*layers: int, sinks: NDArray[np.float32] = SINKS) -> dict[str, NDArray[np.float32]]:
+    return {f"model.layers.{layer}.self_attn.sinks": sinks + layer for layer in layers}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_sinks_of_a_folder_and_of_a_gguf(tmp_path: Path, name: str) -> None:
+    num_layers = golden_config(name)["num_hidden_layers"]
+    folder = open_model(folder_of(tmp_path, name, add=folder_sinks(*range(num_layers)))).weights()
+    file = open_model(golden_as_gguf(name, tmp_path / "model.gguf", more_tensors=gguf_sinks(*range(num_layers))))
+    assert_same(file.weights(), folder)
+    for index, layer in enumerate(folder.layers):
+        assert layer.sinks is not None
+        assert layer.sinks.dtype == np.float32
+        np.testing.assert_array_equal(layer.sinks, SINKS + index)
+    assert all(layer.sinks is None for layer in open_model(GOLDEN_MODELS / name).weights().layers)
+
+
+@pytest.mark.parametrize(("layers", "sinks", "cause"), [
+    ((0, 2), SINKS, "{} is missing"), ((1,), SINKS, "tensors that are not part of the model: {}"),
+    ((0, 1, 2), SINKS[:3], r"has shape \(3,\), .* \(4,\)"), ((0, 1, 2), SINKS[None], r"has shape \(1, 4\), .* \(4,\)"),
+])
+def test_sinks_that_do_not_fit_are_named(tmp_path: Path, layers: tuple[int, ...], sinks: NDArray[np.float32],
+                                         cause: str) -> None:
+    folder = folder_of(tmp_path, "llama", add=folder_sinks(*layers, sinks=sinks))
+    with pytest.raises(ValueError, match=cause.format(r"model\.layers\.1\.self_attn\.sinks")):
+        open_model(folder).weights()
+    file = golden_as_gguf("llama", tmp_path / "model.gguf", more_tensors=gguf_sinks(*layers, sinks=sinks))
+    with pytest.raises(ValueError, match=cause.format(r"blk\.1\.attn_sinks\.weight")):
+        open_model(file).weights()
+
+
+def test_sinks_do_not_make_an_unsupported_architecture_a_supported_one(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "llama", add=folder_sinks(0, 1, 2), model_type="gpt_oss",
+                       architectures=["GptOssForCausalLM"])
+    with pytest.raises(ValueError, match=r"config\.json: unsupported architecture: model_type 'gpt_oss'"):
+        open_model(folder)
+    path = write_gguf(tmp_path / "model.gguf", "gpt-oss", {"gpt-oss.embedding_length": 64}, dict(gguf_sinks(0)))
+    with pytest.raises(ValueError, match=r"model\.gguf: unsupported architecture 'gpt-oss'"):
+        open_model(path)
 
 
 # Tied heads
