@@ -1,12 +1,11 @@
-"""Tool calls that an answer has to consist of, as a form for it: [{"name": …, "arguments": …}, …], perhaps after a
-thought.
+"""Tool calls that an answer has to consist of, as a form for it: [{"name": …, "arguments": …}, …].
 
 NOTE: calls are so whatever a model is used to: a list of JSON objects is what all of them have seen most of.
 """
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from actors.sampling_params import ParameterError, StructuredOutputs, structured_output
@@ -19,15 +18,7 @@ class Callee(NamedTuple):
     field: str
 
 
-class Thought(NamedTuple):
-    """begin, end: the marks round it. has_begun: the prompt ends inside of it; else an answer may do without."""
-    begin: str
-    end: str
-    has_begun: bool
-
-
-def enforced_calls(callees: Sequence[Callee], field: str, parallel: bool = True,
-                   thought: Thought | None = None) -> StructuredOutputs:
+def enforced_calls(callees: Sequence[Callee], field: str, parallel: bool = True) -> StructuredOutputs:
     """The form of an answer that calls one of them, or if parallel one or more. field: that asks for it, for errors.
 
     Raises: ParameterError for parameters that are no schema of an object, or that are too large together.
@@ -40,35 +31,19 @@ def enforced_calls(callees: Sequence[Callee], field: str, parallel: bool = True,
         structured_output("json", schema, callee.field)
         functions.append([callee.name, schema])
     structured_output("json", {"anyOf": [schema for _, schema in functions]}, field)
-    wanted = {"functions": functions, "parallel": parallel, "thought": thought}
+    wanted = {"functions": functions, "parallel": parallel}
     return StructuredOutputs("calls", json.dumps(wanted, ensure_ascii=False, separators=(",", ":")), field)
 
 
-def has_thought(text: str) -> bool:
-    """Whether the calls may follow a thought. text: of the form."""
-    return json.loads(text)["thought"] is not None
-
-
-def call_grammar(text: str, json_options: Mapping[str, Any], special_id: Callable[[str], int | None]) -> str:
-    """The form as a grammar in llguidance's Lark. json_options: for the parameters' schemas, as its compiler has them;
-    special_id: of a control token by its text."""
+def call_grammar(text: str, json_options: Mapping[str, Any]) -> str:
+    """The form as a grammar in llguidance's Lark. json_options: for the parameters' schemas, as its compiler has
+    them."""
     wanted = json.loads(text)
     several = "(/,[ \\n]?/ call)*" if wanted["parallel"] else ""
-    rules = [f'calls: "[" call {several} "]"']
+    rules = [f'start: "[" call {several} "]"']
     rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(wanted["functions"]))))
     for number, (name, schema) in enumerate(wanted["functions"]):
         head = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
         rules.append(f'call_{number}: {head} arguments_{number} "}}"')
         rules.append(f"arguments_{number}: %json {json.dumps({**schema, 'x-guidance': dict(json_options)})}")
-    start = "calls"
-    if wanted["thought"] is not None:
-        thought = Thought(*wanted["thought"])
-        end_id = special_id(thought.end)
-        if end_id is None:
-            rules.append(f"thought[suffix={json.dumps(thought.end)}]: /(.|\\n)*/")
-        else:
-            rules.append(f"thought: /(.|\\n)*/ <[{end_id}]>")
-        begin_id = special_id(thought.begin)
-        begin = json.dumps(thought.begin) if begin_id is None else f"<[{begin_id}]>"
-        start = f"thought /[ \\n]{{0,4}}/ {start}" if thought.has_begun else f"({begin} thought /[ \\n]{{0,4}}/)? calls"
-    return "\n".join([f"start: {start}", *rules])
+    return "\n".join(rules)

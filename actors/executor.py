@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
-from actors.grammars import Grammars
+from actors.constraints import Constraints, is_constrained
 from actors.mailbox import Mailbox
 from actors.messages import StartedSequence, StepPlan, StepResult
 from actors.policy.kv_group import BLOCK_SIZE
@@ -54,7 +54,7 @@ class Executor:
         self._broken: dict[int, str] = {}           # slots whose sequence could not enter, until it ends: why
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._runner: BaseRunner | None = None
-        self.grammars: Grammars | None = None       # set before the first plan; the vocabulary loads meanwhile
+        self.constraints: Constraints | None = None     # set before the first plan; the vocabulary loads meanwhile
 
     @property
     def forward_s(self) -> float:
@@ -209,14 +209,11 @@ class Executor:
     def _slot_sampling(self, started: StartedSequence) -> SlotSampling:
         """Raises: ValueError."""
         plain = _slot_sampling(started)
-        if started.sampling.structured_outputs is None:
+        if not is_constrained(started.sampling):
             return plain
-        assert self.grammars is not None, "grammars come before plans"
-        output_ids = started.token_ids[started.num_prompt_tokens:]
-        # NOTE: stop ids are the matcher's to mask: where a grammar has no other way on, min_tokens gives way.
-        return replace(plain, min_tokens=0, constraint=self.grammars.matcher(
-            started.sampling.structured_outputs, started.stop_ids, started.sampling.min_tokens,
-            started.sampling.ignore_eos, output_ids))
+        assert self.constraints is not None, "they come before plans"
+        # NOTE: stop ids are the constraint's to mask: where there is no other way on, min_tokens gives way.
+        return replace(plain, min_tokens=0, constraint=self.constraints.of(started))
 
     def _look_up(self, runner: BaseRunner, plan: StepPlan) -> Callable[[], Hints]:
         if not plan.lookups:

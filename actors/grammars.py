@@ -9,14 +9,14 @@ import json
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.call_grammar import call_grammar, has_thought
+from actors.call_grammar import call_grammar
 from actors.sampling_params import ParameterError, StructuredOutputs
 from weights.vocab import Vocab
 
@@ -68,8 +68,8 @@ class Grammars:
         # What is not there any more waited while many others came.
         compiled = self._find(wanted) or self._compile_anew(wanted)
         return Matcher(compiled, partial(self._renewed, wanted), self.vocab.token_bytes,
-                       self._digits if _is_json(wanted) else None, min_tokens, self._bits(stop_ids),
-                       self._bits(self._eos_ids) if ignore_eos else None, output_ids)
+                       self._digits if wanted.kind in ("json", "calls") else None, min_tokens, self.bits(stop_ids),
+                       self.bits(self._eos_ids) if ignore_eos else None, output_ids)
 
     def _find(self, wanted: StructuredOutputs) -> LLMatcher | None:
         with self._lock:
@@ -105,7 +105,7 @@ class Grammars:
         if not self._eos_ids:
             raise ParameterError(wanted.name, "this model has no end-of-sequence token to end an answer with")
         try:
-            grammar = _grammar(wanted, self.vocab.special_id)
+            grammar = _grammar(wanted)
         except ValueError as error:
             raise ParameterError(wanted.name, _shown(str(error))) from None
 
@@ -128,13 +128,14 @@ class Grammars:
                 table = _TokenTable(self.vocab, self.vocab_size, self._eos_ids)
                 self._limits = LLParserLimits(verbose_errors=False, max_grammar_size=100_000,
                                               max_lexer_states=MAX_LEXER_STATES)
-                self._digits = self._bits([token_id for token_id, token in enumerate(table.tokens)
+                self._digits = self.bits([token_id for token_id, token in enumerate(table.tokens)
                                            if token[:1].isdigit() and token_id not in table.special_token_ids])
                 self._tokenizer = LLTokenizer(cast(Any, table), n_vocab=self.vocab_size, eos_token=self._eos_ids)
                 table.greedy = self._tokenizer.greedy_tokenize
             return self._tokenizer
 
-    def _bits(self, token_ids: Sequence[int]) -> NDArray[np.uint32]:
+    def bits(self, token_ids: Iterable[int]) -> NDArray[np.uint32]:
+        """A mask [V / 32] of these tokens; those that the model does not have are left out."""
         flags = np.zeros(-(-self.vocab_size // 32) * 32, np.uint8)
         flags[[token_id for token_id in token_ids if token_id < self.vocab_size]] = 1
         return np.packbits(flags, bitorder="little").view("<u4").astype(np.uint32)
@@ -171,11 +172,11 @@ class Matcher:
             allowed[:] = 0
             return
         if self._digits is not None and self._num_digits >= MAX_DIGITS:
-            _forbid(allowed, self._digits)
+            forbid(allowed, self._digits)
         if num_output_tokens < self._min_tokens:
-            _forbid(allowed, self._stops)
+            forbid(allowed, self._stops)
         if self._ends is not None:
-            _forbid(allowed, self._ends)
+            forbid(allowed, self._ends)
 
     def advance(self, token_id: int) -> None:
         """token_id is out."""
@@ -219,7 +220,7 @@ class Matcher:
                 self._in_string = byte == ord('"')
 
 
-def _forbid(allowed: NDArray[np.uint32], tokens: NDArray[np.uint32]) -> None:
+def forbid(allowed: NDArray[np.uint32], tokens: NDArray[np.uint32]) -> None:
     """Unless nothing else is allowed."""
     rest = allowed & ~tokens
     if rest.any():
@@ -268,13 +269,8 @@ class _TokenTable:
         return [] if any(token_id >= len(self.tokens) or token_id in self._special_ids for token_id in ids) else ids
 
 
-def _is_json(wanted: StructuredOutputs) -> bool:
-    """Whether all of it is: a thought before calls is not."""
-    return wanted.kind == "json" or (wanted.kind == "calls" and not has_thought(wanted.text))
-
-
-def _grammar(wanted: StructuredOutputs, special_id: Callable[[str], int | None]) -> str:
-    """As llguidance takes it. special_id: of a control token. Raises: ValueError."""
+def _grammar(wanted: StructuredOutputs) -> str:
+    """As llguidance takes it. Raises: ValueError."""
     from llguidance import LLMatcher, grammar_from
     if wanted.kind in ("json", "calls"):
         options: JsonCompileOptions = {
@@ -284,7 +280,7 @@ def _grammar(wanted: StructuredOutputs, special_id: Callable[[str], int | None])
         else:
             options["whitespace_flexible"] = False
         if wanted.kind == "calls":
-            return LLMatcher.grammar_from_lark(call_grammar(wanted.text, options, special_id))
+            return LLMatcher.grammar_from_lark(call_grammar(wanted.text, options))
         return LLMatcher.grammar_from_json_schema(wanted.text, overrides=options)
     if wanted.kind == "regex":
         return LLMatcher.grammar_from_regex(wanted.text)

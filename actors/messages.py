@@ -229,6 +229,7 @@ class Usage:
     num_output_tokens: int
     num_cached_tokens: int = 0
     cache_miss: str = ""
+    num_reasoning_tokens: int = 0           # of the output, in its thought, where `SamplingParams.thought` tells of one
 
 
 @dataclass(frozen=True, slots=True)

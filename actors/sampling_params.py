@@ -147,6 +147,26 @@ def _pattern(kind: GrammarKind, text: object, field: str) -> StructuredOutputs:
 
 
 @dataclass(frozen=True, slots=True)
+class Thought:
+    """That an answer may begin with, or that its prompt has begun; a form that the answer has to have comes behind it.
+
+    begin, end: the marks round it. budget: tokens that it may have before its end is forced; None: any number.
+
+    Raises: ParameterError.
+    """
+    begin: str
+    end: str
+    budget: int | None = None
+    name: str = field(default="thinking_token_budget", compare=False)       # the field that the budget came by
+
+    def __post_init__(self) -> None:
+        for mark in (self.begin, self.end):
+            if not isinstance(mark, str) or not mark.strip():
+                raise ParameterError("thought", f"has marks round it, got {mark!r:.80}")
+        _int(self.name, self.budget, 0, 2**31 - 1, optional=True)
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Everything that decides the tokens of one completion, and what is reported about them.
 
@@ -176,6 +196,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None    # no other token is sampled; None: any is
     bad_words: tuple[str, ...] = ()         # texts whose tokens do not follow one another in the answer
     structured_outputs: StructuredOutputs | None = None     # what form the answer has; None: any
+    thought: Thought | None = None          # what thoughts look like; None: they are not told apart
     truncate_prompt_tokens: int | None = None   # cut a prompt's beginning off past so many; -1: so that it fits
     # With max_tokens 0: report the final hidden states of the prompt's tokens, their mean or the last one.
     pooling: Literal["mean", "last"] | None = None
@@ -232,6 +253,8 @@ class SamplingParams:
             object.__setattr__(self, "structured_outputs", structured_outputs(self.structured_outputs))
         if not isinstance(self.structured_outputs, (StructuredOutputs, type(None))):
             raise ParameterError("structured_outputs", f"must be an object, got {self.structured_outputs!r:.80}")
+        if not isinstance(self.thought, (Thought, type(None))):
+            raise ParameterError("thought", f"must be a Thought, got {self.thought!r:.80}")
         _int("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, 2**31 - 1, optional=True)
         if self.truncate_prompt_tokens == 0:
             raise ParameterError("truncate_prompt_tokens", "must be at least 1, or -1")

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+from actors.constraints import Constraints
 from actors.executor import Executor
 from actors.grammars import Grammars
 from actors.kv_pool import KVPool
@@ -221,7 +222,8 @@ class System:
         self.sampling_defaults = self._sampling_defaults()
         told_group = self._told_group()
         self.pool = KVPool(BlockPool(pool_groups, poison=config.debug, told_group=told_group), check=config.debug)
-        grammars = self.executor.grammars = Grammars(self.vocab, model.spec.vocab_size)
+        grammars = Grammars(self.vocab, model.spec.vocab_size)
+        self.executor.constraints = Constraints(grammars)
         self.tokenizer = Tokenizer(self.vocab, model.spec.vocab_size, self.sizes.max_model_len, scheduler_inbox,
                                    self.output.deliver, config.seed, self._cache_names(), grammars)
         policy = SchedulerPolicy(SchedulerConfig(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from actors.constraints import check_thought, new_reader
 from actors.grammars import Grammars
 from actors.mailbox import Mailbox
 from actors.messages import (
@@ -25,6 +26,7 @@ from actors.messages import (
 from actors.policy.block_keys import block_keys, root_key
 from actors.policy.scheduler import SchedulerMessage
 from actors.policy.stop_strings import StopStrings
+from actors.policy.thought_reader import ThoughtReader
 from actors.prompts import bad_word_ids, prompt_field, serving_ids
 from actors.sampling_params import ParameterError
 from weights.vocab import Detokenizer, Vocab
@@ -46,6 +48,8 @@ class _Text:
     num_output_tokens: int = 0
     cached: tuple[int, str] = (0, "")       # tokens found in the prefix cache, and why no more
     queued_entered_s: tuple[float, float] | None = None     # as in `TextDelta`
+    thought: ThoughtReader | None = None    # until it is over
+    num_reasoning_tokens: int = 0           # so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +145,11 @@ class Tokenizer:
             keys=block_keys(root, ids) if root else (), priority=generate.priority,
             tenant=generate.tenant, user=generate.user, parent_id=generate.parent_id,
             num_children=generate.num_children, bad_word_ids=bad_word_ids(vocab, sampling))
+        check_thought(vocab, self.vocab_size, sampling, sequence.bad_word_ids)
         return _Text(sequence, Detokenizer(vocab, ids, sampling.skip_special_tokens), StopStrings(sampling.stop),
                      () if sampling.prompt_logprobs is None else self._prompt_num_chars(generate, ids),
-                     prompt.num_truncated)
+                     prompt.num_truncated,
+                     thought=None if sampling.thought is None else new_reader(vocab, sampling.thought, ids))
 
     def _root(self, generate: Generate) -> bytes:
         """What the keys of its KV blocks begin from; b"": it has none, and nobody finds them."""
@@ -183,6 +189,8 @@ class Tokenizer:
             if state is not None and not state.stop_strings.stops:      # most of them
                 state.num_output_tokens += 1
                 is_first = state.num_output_tokens == 1
+                if state.thought is not None:
+                    self._read_thought(state, token_id)
                 deltas.append(TextDelta(request_id, state.detokenizer.push((token_id,)), (token_id,),
                                         num_cached_tokens=state.cached[0] if is_first else None,
                                         queued_entered_s=state.queued_entered_s if is_first else None))
@@ -215,6 +223,8 @@ class Tokenizer:
                 num_chars.append(len(text))     # else the stop token itself is no text
                 texts.append(text)
                 break
+            if state.thought is not None:
+                self._read_thought(state, token_id)
             text = state.detokenizer.push((token_id,))
             num_chars.append(len(text))
             shown, stop = self._hold_back(state, text)
@@ -242,9 +252,18 @@ class Tokenizer:
             error=row.error,
             error_field=row.error_field or ("prompt" if finish == "rejected" else ""),
             usage=None if finish is None else Usage(
-                len(state.sequence.token_ids), state.num_output_tokens, *state.cached),
+                len(state.sequence.token_ids), state.num_output_tokens, *state.cached,
+                num_reasoning_tokens=state.num_reasoning_tokens),
             retry_after_s=row.retry_after_s, num_cached_tokens=state.cached[0] if is_first else None,
             queued_entered_s=state.queued_entered_s if is_first or finish is not None else None, pooled=row.pooled)
+
+    def _read_thought(self, state: _Text, token_id: int) -> None:
+        reader = state.thought
+        assert reader is not None, "it is not over"
+        reader.push(self.vocab.token_bytes(token_id))
+        state.num_reasoning_tokens = reader.num_tokens
+        if reader.place in ("behind", "none"):
+            state.thought = None
 
     def _hold_back(self, state: _Text, text: str) -> tuple[str, str | None]:
         """What of `text` can be shown already, and the stop string that it completes."""

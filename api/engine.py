@@ -14,7 +14,7 @@ from typing import Any
 
 from actors.policy.kv_group import BLOCK_SIZE
 from actors.policy.stats import Histograms
-from actors.sampling_params import ParameterError, SamplingParams
+from actors.sampling_params import ParameterError, SamplingParams, Thought
 from actors.system import EngineConfig, System
 from api.surface import (
     Completion,
@@ -27,7 +27,7 @@ from api.surface import (
 )
 
 __all__ = ["Completion", "Engine", "EngineBusy", "EngineDead", "EngineInfo", "EngineStats", "ParameterError",
-           "PromptInput", "RequestFailed", "SamplingParams"]
+           "PromptInput", "RequestFailed", "SamplingParams", "Thought"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,19 +3,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from actors.policy.thought_reader import is_open
 from api.answers.formats import (
     AUTO,
     ReasoningFormat,
     ToolFormat,
-    begins_inside,
     reasoning_format,
     tool_format,
 )
 from api.answers.parser import AnswerParser, ReasoningParser
 from api.answers.tool_calls import ToolCallParser, Tools
 from api.surface import EngineInfo
-
-PROMPT_END_TOKENS = 16                          # of a prompt, that show whether it begins a thought
 
 SINGLE_CALLS = "only supports single tool-calls"    # what templates of Llama 3 say when they refuse several
 
@@ -42,7 +40,7 @@ class AnswerFormats:
         form = form or self.tools
         return AnswerParser(
             None if self.reasoning is None else ReasoningParser(
-                self.reasoning, begins_inside(self.reasoning, prompt_end)),
+                self.reasoning, is_open(self.reasoning.begin, prompt_end)),
             None if tools is None or form is None else ToolCallParser(form, tools))
 
 

@@ -1,7 +1,6 @@
 """How models write tool calls and thoughts: one declaration a format, and which of them a chat template asks for."""
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -111,8 +110,3 @@ def reasoning_format(chosen: str, template: str | None) -> ReasoningFormat | Non
         return REASONING_PARSERS[chosen]
     return next((form for form in REASONING_FORMATS if template is not None
                  and (form.begin in template or form.end in template)), None)
-
-
-def begins_inside(form: ReasoningFormat, prompt_end: str) -> bool:
-    """Whether a prompt that ends so leaves a thought open, as templates of models that always think do."""
-    return re.search(re.escape(form.begin) + r"\s*\Z", prompt_end) is not None

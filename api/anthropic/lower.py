@@ -6,13 +6,16 @@ from typing import Any
 
 from actors.sampling_params import ParameterError, SamplingParams, structured_output
 from api.anthropic.blocks import Block, TextBlock, ThinkingBlock, ToolResultBlock, ToolUseBlock
-from api.anthropic.schemas import CountTokensRequest, MessagesRequest
+from api.anthropic.schemas import CountTokensRequest, MessagesRequest, Thinking
 from api.errors import ApiError, bad_parameter
 from api.openai.schemas import ChatRequest
 from api.openai.tool_schemas import FunctionDefinition, NamedTool, Tool, ToolNamed
-from api.surface import EngineSurface
+from api.openai.tools import with_thought
+from api.service import Service
+from api.surface import EngineInfo, EngineSurface
 
 BETWEEN_TURNS = TextBlock(type="text", text="\n\n")
+THINKING_SWITCH = "enable_thinking"         # the name that most chat templates know; the others look at none
 ERROR = "Error: "                           # what a result that is one begins with: templates know no other way
 
 
@@ -36,8 +39,8 @@ def chat(request: CountTokensRequest) -> tuple[list[dict[str, Any]], dict[str, A
         messages += _answers_and_question(blocks) if role == "user" else [_said(role, blocks)]
     goes_on = turns[-1][0] == "assistant"
     template: dict[str, Any] = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
-    if request.thinking is not None:        # NOTE: the name that most templates know; the others look at none
-        template["chat_template_kwargs"] = {"enable_thinking": request.thinking.type != "disabled"}
+    if request.thinking is not None:
+        template["chat_template_kwargs"] = {THINKING_SWITCH: request.thinking.type != "disabled"}
     return messages, template
 
 
@@ -88,6 +91,19 @@ def tools(request: CountTokensRequest) -> ChatRequest:
         if choice.type != "tool" else NamedTool.model_construct(
             type="function", function=ToolNamed.model_construct(name=choice.name)),
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None)
+
+
+def with_thinking(service: Service, info: EngineInfo, thinking: Thinking | None,
+                  sampling: SamplingParams) -> SamplingParams:
+    """Thoughts within their budget, which is 0 where the chat template cannot be told that none are wanted.
+
+    Raises: ApiError (400) for a budget where the model has no thoughts.
+    """
+    budget = None if thinking is None else thinking.budget_tokens
+    if thinking is not None and thinking.type == "disabled" and service.answers.reasoning is not None and (
+            THINKING_SWITCH not in (info.chat_template or "")):
+        budget = 0
+    return with_thought(service.answers, sampling, budget, "thinking.budget_tokens")
 
 
 def own_words(error: ApiError) -> ApiError:

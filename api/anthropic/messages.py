@@ -9,10 +9,10 @@ from dataclasses import replace
 from starlette.requests import Request
 
 from actors.messages import TextDelta
-from api.answers.choice import PROMPT_END_TOKENS
+from actors.policy.thought_reader import PROMPT_END_TOKENS
 from api.answers.parser import AnswerParser
 from api.anthropic.errors import ANTHROPIC
-from api.anthropic.lower import chat, own_words, sampling_params, tools
+from api.anthropic.lower import chat, own_words, sampling_params, tools, with_thinking
 from api.anthropic.schemas import MessagesRequest
 from api.anthropic.write import MessageWriter
 from api.dialect import REQUEST_ID
@@ -38,16 +38,17 @@ async def messages(request: Request) -> Reply:
     if use.shown:
         template["tools"] = use.shown
     try:
-        sampling = await enforced(engine, answers, use, prompt, template, sampling)
+        sampling = enforced(use, sampling)
     except ApiError as error:
         raise own_words(error) from None
+    sampling = with_thinking(service, engine.info, body.thinking, sampling)
     asker = Asker(user=(body.metadata.user_id if body.metadata else None) or "", tenant=tenant_of(request))
 
     def parser(first: TextDelta) -> AnswerParser:
         end = "" if answers.reasoning is None else engine.decode(first.prompt_token_ids[-PROMPT_END_TOKENS:])
         return answers.parser(end, use.callable, use.form)
 
-    writer = MessageWriter(body, engine.info, request.scope[REQUEST_ID], parser)
+    writer = MessageWriter(body, engine.info, request.scope[REQUEST_ID], parser, answers.reasoning is not None)
     return Reply(service, engine, [Generation("messages", prompt, sampling, template=template, asker=asker)], writer,
                  bool(body.stream))
 

@@ -65,9 +65,19 @@ class ToolChoice(ParsedModel):
 
 
 class Thinking(ParsedModel):
-    """NOTE: how many tokens a thought may have cannot be limited: type enabled, which has to say it, is refused."""
-    type: Literal["adaptive", "disabled"]
+    """budget_tokens: that a thought may have before it is ended.
+
+    NOTE: "adaptive" lets the model think as it likes, or not at all if it knows no thoughts.
+    """
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     display: Literal["summarized", "omitted"] | None = None     # what is shown is the thought itself
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Thinking:
+        if (self.type == "enabled") != (self.budget_tokens is not None):
+            raise FieldFault("budget_tokens", "is for type enabled, which has to have it")
+        return self
 
 
 class JsonFormat(ParsedModel):
@@ -142,3 +152,10 @@ class MessagesRequest(CountTokensRequest):
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**63 - 1)] | None = None
+
+    @model_validator(mode="after")
+    def _consistent_budget(self) -> MessagesRequest:
+        budget = None if self.thinking is None else self.thinking.budget_tokens
+        if budget is not None and budget >= self.max_tokens:
+            raise FieldFault("thinking.budget_tokens", f"must be less than max_tokens, which is {self.max_tokens}")
+        return self

@@ -28,13 +28,14 @@ class MessageWriter:
     metrics: Times | None = None
 
     def __init__(self, request: MessagesRequest, info: EngineInfo, request_id: str,
-                 new_parser: Callable[[TextDelta], AnswerParser]) -> None:
-        """new_parser: of the answer, by its first delta."""
+                 new_parser: Callable[[TextDelta], AnswerParser], has_thoughts: bool) -> None:
+        """new_parser: of the answer, by its first delta. has_thoughts: the model's answers may."""
         self.answer_id = f"msg_{uuid.uuid4().hex}"
         self.wants_metrics = bool(request.return_metrics)
         self._max_tokens = request.max_tokens
         thinking = request.thinking
         self._shows_thoughts = thinking is None or (thinking.type != "disabled" and thinking.display != "omitted")
+        self._has_thoughts = has_thoughts
         self._model = info.model
         self._request_id = request_id
         self._new_parser = new_parser
@@ -45,7 +46,7 @@ class MessageWriter:
     def events(self, index: int, delta: TextDelta) -> bytes:
         events = b""
         if self._parser is None:
-            usage = _usage(Usage(len(delta.prompt_token_ids), 0, delta.num_cached_tokens or 0))
+            usage = self._usage(Usage(len(delta.prompt_token_ids), 0, delta.num_cached_tokens or 0))
             events += _event("message_start", message=self._message([], None, None, usage))
         for piece in self._pieces(delta):
             events += self._add(piece)
@@ -53,7 +54,7 @@ class MessageWriter:
             assert delta.usage is not None, "the engine gives usage with a completion's end"
             reason, sequence = self._stop(delta, delta.usage)
             events += self._close() + _event("message_delta", delta={
-                "stop_reason": reason, "stop_sequence": sequence}, usage=_usage(delta.usage))
+                "stop_reason": reason, "stop_sequence": sequence}, usage=self._usage(delta.usage))
         return events
 
     def last_events(self) -> bytes:
@@ -69,7 +70,7 @@ class MessageWriter:
             self._add(piece)
         content = [block.whole() for block in self._blocks if not block.is_broken]
         reason, sequence = self._stop(completion, completion.usage)
-        message = self._message(content, reason, sequence, _usage(completion.usage))
+        message = self._message(content, reason, sequence, self._usage(completion.usage))
         return orjson.dumps({**message, **self._metrics()})
 
     def _pieces(self, delta: TextDelta) -> list[Piece]:
@@ -118,12 +119,20 @@ class MessageWriter:
     # The frame
 
     def _message(self, content: list[dict[str, Any]], stop_reason: str | None, stop_sequence: str | None,
-                 usage: dict[str, int]) -> dict[str, Any]:
+                 usage: dict[str, Any]) -> dict[str, Any]:
         return {"id": self.answer_id, "type": "message", "role": "assistant", "model": self._model,
                 "content": content, "stop_reason": stop_reason, "stop_sequence": stop_sequence, "usage": usage}
 
     def _metrics(self) -> dict[str, Any]:
         return {} if self.metrics is None else {"metrics": self.metrics}
+
+    def _usage(self, usage: Usage) -> dict[str, Any]:
+        """NOTE: `input_tokens` are those beside the ones read from the cache; what is put there is not counted apart.
+        """
+        details = {"output_tokens_details": {"thinking_tokens": usage.num_reasoning_tokens}}
+        return {"input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens, "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": usage.num_cached_tokens, "output_tokens": usage.num_output_tokens,
+                **(details if self._has_thoughts else {})}
 
     def _stop(self, last: TextDelta, usage: Usage) -> tuple[str, str | None]:
         """Why it ended, and the stop sequence that ended it."""
@@ -152,12 +161,6 @@ class _Block:
                     "input": orjson.Fragment(self.text) if self.text else {}}
         signature = {"signature": ""} if self.kind == "thinking" else {}
         return {"type": self.kind, self.kind: self.text, **signature}
-
-
-def _usage(usage: Usage) -> dict[str, int]:
-    """NOTE: `input_tokens` are those beside the ones read from the cache; what is put there is not counted apart."""
-    return {"input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens, "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": usage.num_cached_tokens, "output_tokens": usage.num_output_tokens}
 
 
 def _event(kind: str, **fields: Any) -> bytes:

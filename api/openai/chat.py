@@ -11,13 +11,13 @@ from typing import Any
 from starlette.requests import Request
 
 from actors.messages import TextDelta, TokenLogprob
-from api.answers.choice import PROMPT_END_TOKENS
+from actors.policy.thought_reader import PROMPT_END_TOKENS
 from api.answers.parser import AnswerParser
 from api.answers.tool_calls import Piece
 from api.exchange import Generation, Reply, parse_body
 from api.openai.lower import asker, check_num_generations, of_choice, sampling_params
 from api.openai.schemas import ChatRequest
-from api.openai.tools import delta_of, enforced, message_of, tool_use, with_effort
+from api.openai.tools import delta_of, enforced, message_of, tool_use, with_effort, with_thought
 from api.openai.write import AnswerWriter, shown_logprob, shown_prompt
 from api.routes import EVENTS, Endpoint
 from api.service import service_of
@@ -41,7 +41,7 @@ async def chat_completions(request: Request) -> Reply:
     messages = [message.plain() for message in body.messages]
     template = with_effort(engine.info, body, {**body.template(), "tools": use.shown})
     who = asker(request, body)
-    sampling = await enforced(engine, answers, use, messages, template, sampling)
+    sampling = with_thought(answers, enforced(use, sampling), body.thinking_token_budget)
     generations = [Generation("messages", messages, of_choice(sampling, choice), choice, template, who)
                    for choice in range(body.num_choices)]
 
@@ -50,8 +50,8 @@ async def chat_completions(request: Request) -> Reply:
         end = "" if answers.reasoning is None else engine.decode(prompt.prompt_token_ids[-PROMPT_END_TOKENS:])
         return answers.parser(end, use.callable, use.form)
 
-    parsing = use.callable is not None or answers.reasoning is not None
-    writer = ChatWriter(body, engine.info, parser if parsing else None)
+    has_thoughts = answers.reasoning is not None
+    writer = ChatWriter(body, engine.info, parser if has_thoughts or use.callable is not None else None, has_thoughts)
     return Reply(service, engine, generations, writer, bool(body.stream))
 
 
@@ -59,9 +59,10 @@ class ChatWriter(AnswerWriter):
     """Deltas → chat.completion.chunk events, or one chat.completion document."""
 
     def __init__(self, request: ChatRequest, info: EngineInfo,
-                 parser: Callable[[TextDelta], AnswerParser] | None) -> None:
+                 parser: Callable[[TextDelta], AnswerParser] | None, has_thoughts: bool) -> None:
         """parser: of an answer, by its first delta; None: its text is content as it is."""
-        super().__init__(request, info, "chatcmpl", "chat.completion.chunk", "chat.completion", request.num_choices)
+        super().__init__(request, info, "chatcmpl", "chat.completion.chunk", "chat.completion", request.num_choices,
+                         has_thoughts)
         self._with_logprobs = bool(request.logprobs)
         self._echoed = _echoed(request)
         self._with_reasoning = request.include_reasoning is not False

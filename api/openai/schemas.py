@@ -311,7 +311,7 @@ class TemplateOptions(ParsedModel):
                 "chat_template_kwargs": self.chat_template_kwargs or {}, **tools}
 
 
-_OF_CHAT_ALONE = ("tools", "tool_choice", "include_reasoning", "reasoning_effort")
+_OF_CHAT_ALONE = ("tools", "tool_choice", "include_reasoning", "reasoning_effort", "thinking_token_budget")
 
 
 class ChatRequest(GenerationRequest, TemplateOptions):
@@ -324,6 +324,7 @@ class ChatRequest(GenerationRequest, TemplateOptions):
     parallel_tool_calls: bool | None = None     # None: an answer may have several calls, where its history may
     include_reasoning: bool | None = None       # None: thoughts are in the reply
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None   # None: a thought may have any
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     logprobs: bool | None = None

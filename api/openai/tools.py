@@ -8,17 +8,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from actors.call_grammar import Callee, Thought, enforced_calls
-from actors.sampling_params import ParameterError, SamplingParams
+from actors.call_grammar import Callee, enforced_calls
+from actors.sampling_params import ParameterError, SamplingParams, Thought
 from api.answers.choice import AnswerFormats
-from api.answers.formats import NONE, TOOL_PARSERS, ToolFormat, begins_inside
+from api.answers.formats import NONE, TOOL_PARSERS, ToolFormat
 from api.answers.parser import AnswerParser, Call
 from api.answers.tool_calls import CallArguments, CallBegin, Content, Piece, Reasoning, Tools
 from api.errors import ApiError, bad_parameter
 from api.openai.schemas import ChatRequest
 from api.openai.tool_schemas import NamedTool
 from api.service import Service
-from api.surface import EngineInfo, EngineSurface
+from api.surface import EngineInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,26 +75,31 @@ def _enforced(shown: list[dict[str, Any]], service: Service, request: ChatReques
                            f"tools[{number}].function.parameters") for number, function in wanted])
 
 
-async def enforced(engine: EngineSurface, answers: AnswerFormats, use: ToolUse, messages: Sequence[dict[str, Any]],
-                   template: Mapping[str, Any], sampling: SamplingParams) -> SamplingParams:
-    """With the form that calls have, where one has to be made. messages, template: as the engine takes them.
-
-    Raises: ApiError (400).
-    """
+def enforced(use: ToolUse, sampling: SamplingParams) -> SamplingParams:
+    """With the form that calls have, where one has to be made. Raises: ApiError (400)."""
     if not use.enforced:
         return sampling
     if sampling.structured_outputs is not None:
         raise ApiError(400, "tool_choice: not with a form that the answer has to have", param="tool_choice")
     assert use.callable is not None, "calls are looked for"
     try:
-        thought, reasoning = None, answers.reasoning
-        if reasoning is not None:
-            prompt = await engine.render(messages, **template)
-            thought = Thought(reasoning.begin, reasoning.end, begins_inside(reasoning, prompt))
-        wanted = enforced_calls(use.enforced, "tools", use.callable.parallel, thought)
-        return replace(sampling, structured_outputs=wanted)
+        return replace(sampling, structured_outputs=enforced_calls(use.enforced, "tools", use.callable.parallel))
     except ParameterError as error:
         raise bad_parameter(error) from None
+
+
+def with_thought(answers: AnswerFormats, sampling: SamplingParams, budget: int | None,
+                 field: str = "thinking_token_budget") -> SamplingParams:
+    """With what the model's thoughts look like. budget: tokens that one may have, which came by `field`; None: any.
+
+    Raises: ApiError (400) where there are none to have a budget.
+    """
+    if answers.reasoning is not None:
+        return replace(sampling, thought=Thought(answers.reasoning.begin, answers.reasoning.end, budget, field))
+    if budget is not None:
+        raise ApiError(400, f"{field}: this model's chat template has no thoughts; if it thinks all the same the "
+                       "server's --reasoning-parser says how", param=field)
+    return sampling
 
 
 def delta_of(piece: Piece, with_reasoning: bool) -> dict[str, Any] | None:

@@ -25,7 +25,8 @@ class AnswerWriter:
     metrics: Times | None = None
 
     def __init__(self, request: GenerationRequest, info: EngineInfo, id_prefix: str, chunk_kind: str,
-                 document_kind: str, num_completions: int) -> None:
+                 document_kind: str, num_completions: int, has_thoughts: bool = False) -> None:
+        """has_thoughts: answers may; usage tells of them."""
         # NOTE: nothing inside is keyed by this id, nor by one that a client sent: two requests never share a key.
         self.answer_id: str = f"{id_prefix}-{uuid.uuid4().hex}"
         head = {"id": self.answer_id, "created": int(time.time()), "model": info.model}
@@ -40,6 +41,7 @@ class AnswerWriter:
         self._counts = [[0, 0] for _ in range(num_completions)] if self._continuous else []     # prompt, answer
         self._with_truncation = request.truncate_prompt_tokens is not None
         self._num_prompt_tokens = self._num_cached_tokens = self._num_output_tokens = 0
+        self._num_reasoning_tokens = 0 if has_thoughts else None
         self._cache_misses: list[str] | None = [] if info.debug else None
         self.with_token_ids = bool(request.return_token_ids)
         self.wants_metrics = bool(request.return_metrics)
@@ -50,6 +52,8 @@ class AnswerWriter:
         usage = completion.usage
         assert usage is not None, "the engine gives usage with a completion's end"
         self._num_output_tokens += usage.num_output_tokens
+        if self._num_reasoning_tokens is not None:
+            self._num_reasoning_tokens += usage.num_reasoning_tokens
         if index % self.num_choices == 0:
             self._num_prompt_tokens += usage.num_prompt_tokens
             self._num_cached_tokens += usage.num_cached_tokens
@@ -98,7 +102,11 @@ class AnswerWriter:
             details["cache_miss"] = self._cache_misses
         return {"prompt_tokens": self._num_prompt_tokens, "completion_tokens": self._num_output_tokens,
                 "total_tokens": self._num_prompt_tokens + self._num_output_tokens,
-                "prompt_tokens_details": details}
+                "prompt_tokens_details": details, **self._output_details()}
+
+    def _output_details(self) -> dict[str, Any]:
+        return {} if self._num_reasoning_tokens is None else {
+            "completion_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens}}
 
 
 def shown_logprob(logprob: float) -> float | None:

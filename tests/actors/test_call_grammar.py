@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from actors.call_grammar import Callee, Thought, enforced_calls
+from actors.call_grammar import Callee, enforced_calls
 from actors.grammars import MAX_DIGITS, Grammars
 from actors.sampling_params import MAX_SCHEMA_KEYS, ParameterError, StructuredOutputs
 from tests.actors.test_grammars import EOS, allowed, says, start
-from tests.weights.tiny_tokenizers import byte_level, load_folder, special
+from tests.weights.tiny_tokenizers import byte_level, load_folder
 
 F: dict[str, Any] = {"type": "object", "properties": {"x": {"$ref": "#/$defs/X"}}, "required": ["x"],
                      "additionalProperties": False, "$defs": {"X": {"type": "integer"}}}
@@ -19,14 +19,12 @@ F1, G1 = '{"name": "f", "arguments": {"x":1}}', '{"name": "g.h", "arguments": {"
 
 @pytest.fixture(scope="module")
 def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
-    tokenizer = byte_level()
-    tokenizer.add_tokens([special("[THINK]"), special("[/THINK]")])
-    vocab = load_folder(tmp_path_factory.mktemp("vocab"), tokenizer, tokenizer_config={"eos_token": EOS})
+    vocab = load_folder(tmp_path_factory.mktemp("vocab"), byte_level(), tokenizer_config={"eos_token": EOS})
     return Grammars(vocab, vocab.size)
 
 
-def form(parallel: bool = True, thought: Thought | None = None) -> StructuredOutputs:
-    return enforced_calls([Callee("f", F, "tools[0]"), Callee("g.h", G, "tools[1]")], "tools", parallel, thought)
+def form(parallel: bool = True) -> StructuredOutputs:
+    return enforced_calls([Callee("f", F, "tools[0]"), Callee("g.h", G, "tools[1]")], "tools", parallel)
 
 
 def can_say(grammars: Grammars, wanted: StructuredOutputs, text: str) -> bool:
@@ -53,16 +51,6 @@ def test_nothing_else_can(grammars: Grammars, text: str) -> None:
 def test_one_call_is_one(grammars: Grammars) -> None:
     assert can_say(grammars, form(parallel=False), f"[{F1}]")
     assert not can_say(grammars, form(parallel=False), f"[{F1}, {F1}]")
-
-
-@pytest.mark.parametrize(("begin", "end"), [("<think>", "</think>"), ("[THINK]", "[/THINK]")])
-def test_a_thought_may_come_before(grammars: Grammars, begin: str, end: str) -> None:
-    may, must = (form(thought=Thought(begin, end, has_begun)) for has_begun in (False, True))
-    for text in (f"{begin}\n[hm] \"{end}\n\n[{F1}]", f"{begin}{end}[{F1}]", f"[{F1}]"):
-        assert can_say(grammars, may, text)
-    assert can_say(grammars, must, f"hm, [ \"{end}\n[{F1}]")
-    for text in (f"[{F1}]", "hm", f"hm{end}", f"hm{end} so"):
-        assert not can_say(grammars, must, text)
 
 
 def test_digits_are_bounded_as_in_all_json(grammars: Grammars) -> None:

@@ -16,7 +16,6 @@ from api.answers.formats import (
     REASONING_PARSERS,
     TOOL_FORMATS,
     TOOL_PARSERS,
-    begins_inside,
     reasoning_format,
     tool_format,
 )
@@ -256,13 +255,6 @@ def test_calls_follow_thoughts_and_are_none_within() -> None:
     assert (answer.reasoning, answer.content, answer.calls) == (f"I call {call}?", "", [("now", {})])
     answer = read('<think>x</think>\n\n{"name": "now"}', "llama3_json", thought="think")
     assert (answer.content, answer.calls) == ("", [("now", {})])
-
-
-@pytest.mark.parametrize(("prompt", "inside"), [
-    ("<|im_start|>assistant\n<think>\n", True), ("assistant\n<think>", True), ("<think>\n\n</think>\n\n", False),
-    ("<think> no", False), ("", False), ("assistant\n", False)])
-def test_a_prompt_may_begin_the_thought(prompt: str, inside: bool) -> None:
-    assert begins_inside(REASONING_PARSERS["think"], prompt) == inside
 
 
 # Cut anywhere

@@ -121,7 +121,7 @@ def with_template(folder: Path) -> Path:
 def test_why_it_ended() -> None:
     def told(num_tokens: int, **fields: Any) -> tuple[str, str | None]:
         body = MessagesRequest(model="fake", max_tokens=9, messages=[Turn(role="user", content=[])])
-        writer = MessageWriter(body, INFO, "id", lambda first: AnswerParser(None, None))
+        writer = MessageWriter(body, INFO, "id", lambda first: AnswerParser(None, None), False)
         answer = json.loads(writer.document([TextDelta("r", "a", usage=Usage(5, num_tokens), **fields)]))
         return answer["stop_reason"], answer["stop_sequence"]
 
@@ -304,7 +304,14 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
     ({"tools": [{"name": "f", "input_schema": {}}]}, "tools"),
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
     ({"output_config": {"format": {"type": "text", "schema": {}}}}, "output_config.format.type"),
-    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type"),
+    ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 4}}, "thinking.budget_tokens"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "thinking.budget_tokens"),
+    ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 1.5}}, "thinking.budget_tokens"),
+    ({"thinking": {"type": "enabled", "budget_tokens": True}}, "thinking.budget_tokens"),
+    ({"thinking": {"type": "disabled", "budget_tokens": 1}}, "thinking.budget_tokens"),
+    ({"thinking": {"type": "between_tools"}}, "thinking.type"),
 ])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_bad_field_is_named(server: Server, engine: FakeEngine, fields: dict[str, Any], field: str,

@@ -24,6 +24,7 @@ from tests.api import (
     test_engine_parameters,
     test_engine_pooling,
     test_engine_structured,
+    test_engine_thoughts,
 )
 from tests.api.test_engine import BLOCK_BYTES, GREEDY, MODELS, SEEDED, facts, idle, prompts, run, tiny
 from tests.api.test_engine_cache import ids
@@ -84,6 +85,12 @@ def test_structured_outputs(tmp_path: Path) -> None:
     folder = test_engine_parameters.byte_model(tmp_path)
     test_engine_structured.check_every_kind("cuda", folder)
     test_engine_structured.check_preempted_equals_undisturbed("cuda", folder)
+
+
+def test_thoughts_within_budgets(tmp_path: Path) -> None:
+    folder = test_engine_parameters.byte_model(tmp_path)
+    test_engine_thoughts.check_budgets("cuda", folder)
+    test_engine_thoughts.check_preempted_equals_undisturbed("cuda", folder)
 
 
 def test_a_fault_in_a_structured_output_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -320,7 +320,8 @@ def chat(server: Server, messages: Any, **fields: Any) -> Answer:
     ({"tools": [NOW], "tool_choice": {"type": "function"}}, "tool_choice.function.name"),
     ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function.name"),
     ({"tool_choice": "required"}, "tool_choice"), ({"tools": [NOW], "parallel_tool_calls": 1}, "parallel_tool_calls"),
-    ({"thinking_token_budget": 5}, "thinking_token_budget"), ({"functions": [NOW]}, "functions")])
+    *(({"thinking_token_budget": value}, "thinking_token_budget") for value in (-1, 1.5, "5", True, 2**31)),
+    ({"functions": [NOW]}, "functions")])
 def test_bad_fields_are_named(server: Server, qwen: FakeEngine, fields: dict[str, Any], param: str) -> None:
     answer = chat(server, HI, **fields)
     assert (answer.status, answer.error["param"]) == (400, param), answer.body

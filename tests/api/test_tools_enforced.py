@@ -12,6 +12,7 @@ import anthropic
 import openai
 import pytest
 
+from actors.sampling_params import Thought
 from tests.api.fake_engine import INFO, FakeEngine
 from tests.api.serving import TIMEOUT_S, Server
 from tests.api.test_door import door
@@ -74,7 +75,7 @@ def test_thoughts_come_before(client: openai.OpenAI, qwen: FakeEngine, stream: b
     qwen.says = f"<think>\nhm\n</think>\n\n{CALLS}"
     said = ask(client, stream, tool_choice="required")
     assert (said.reasoning, len(said.calls), said.finish_reason) == ("hm", 2, "tool_calls")
-    assert form(qwen)["thought"] == ["<think>", "</think>", False]
+    assert qwen.calls[-1].sampling.thought == Thought("<think>", "</think>")
 
 
 def test_a_format_of_the_model_s_own_is_not_needed(client: openai.OpenAI, server: Server) -> None:
@@ -82,7 +83,7 @@ def test_a_format_of_the_model_s_own_is_not_needed(client: openai.OpenAI, server
     engine.says = CALLS
     server.use(engine)
     assert len(ask(client, False, tool_choice="required").calls) == 2
-    assert form(engine)["thought"] is None
+    assert engine.calls[-1].sampling.thought is None
 
 
 def test_the_answer_has_one_form(server: Server, qwen: FakeEngine) -> None:
